@@ -1,0 +1,42 @@
+"""Serve apcore modules to AI agents: as an MCP server, or as OpenAI tool definitions.
+
+    from apcore import Registry
+    from apcore_mcp import serve, to_openai_tools
+
+    registry = Registry(extensions_dir="./extensions")
+    registry.discover()
+
+    serve(registry)                    # a complete MCP server: every module is a tool
+    tools = to_openai_tools(registry)  # or the same modules for OpenAI's API
+
+Without Python: `python -m apcore_mcp --extensions-dir ./extensions`. Everything is in `core.py`.
+"""
+
+__version__ = "0.1.0"
+
+from .core import (
+    MCP_ELICIT_KEY,
+    MCP_PROGRESS_KEY,
+    MCPServer,
+    async_serve,
+    elicit,
+    from_openai_call,
+    from_openai_name,
+    report_progress,
+    serve,
+    to_openai_tools,
+)
+
+__all__ = [
+    "MCP_ELICIT_KEY",
+    "MCP_PROGRESS_KEY",
+    "MCPServer",
+    "__version__",
+    "async_serve",
+    "elicit",
+    "from_openai_call",
+    "from_openai_name",
+    "report_progress",
+    "serve",
+    "to_openai_tools",
+]

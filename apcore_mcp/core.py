@@ -1,0 +1,2192 @@
+"""The bridge: apcore modules in, an MCP server or OpenAI tool definitions out.
+
+The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms:
+
+    Schemas      JSON Schema in, a self-contained one out; strict mode; where a schema is sensitive
+    Names        module ids to tool and function names, and back
+    Annotations  what apcore says of a module, in MCP's and OpenAI's words
+    Results      module outputs and errors as MCP results
+    Catalog      the registry as a list of tools that follows it
+    Calls        one running tool call: progress, questions, approval, cancellation
+    Server       the MCP handlers, in every protocol version the SDK speaks
+    HTTP         the Starlette app and the guard before it
+    stdio        pipes, and who owns the standard streams
+    Options      every option of `serve()`, once
+    Doors        `to_openai_tools`, `from_openai_call`, `async_serve`, `MCPServer`, `serve`
+
+Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
+takes the others down. What a client is told contains no traceback, path, class name, caller or sensitive value. Nothing
+of apcore, of the SDK or of a user's classes is patched. The server parts of `mcp` are imported where they are used: who
+only wants OpenAI definitions does not wait for an HTTP stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from urllib.parse import unquote
+
+from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
+from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
+from apcore.cancel import CancelToken
+from apcore.errors import ModuleExecuteError, SchemaValidationError
+from apcore.pipeline import PipelineStepError
+from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
+from apcore.trace_context import TraceContext
+from apcore.utils.redaction import REDACTED_VALUE, redact_sensitive
+from anyio import EndOfStream
+from jsonschema import Draft202012Validator
+from pydantic_core import from_json, to_json
+from referencing import Registry as SchemaResources
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+    from mcp.server.lowlevel import Server
+    from mcp.server.session import ServerSession
+    from mcp.server.sse import SseServerTransport
+    from mcp.shared.message import SessionMessage
+    from mcp_types import CallToolRequestParams, PaginatedRequestParams
+    from starlette.applications import Starlette
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = [
+    "MCP_ELICIT_KEY",
+    "MCP_PROGRESS_KEY",
+    "MCPServer",
+    "async_serve",
+    "elicit",
+    "from_openai_call",
+    "from_openai_name",
+    "report_progress",
+    "serve",
+    "to_openai_tools",
+]
+
+logger = logging.getLogger("apcore_mcp")
+
+MCP_PROGRESS_KEY = "_mcp_progress"
+"""Where `context.data` holds the call's progress sender (SRS FR-EXT-003)."""
+
+MCP_ELICIT_KEY = "_mcp_elicit"
+"""Where `context.data` holds the call's way to ask its user (SRS FR-EXT-003)."""
+
+JSONSchema = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# ---- Schemas: JSON Schema in, a self-contained one out; pure ----
+
+# Which keywords of a schema hold schemas (JSON Schema 2020-12, and draft 7's for older modules). What stands under any
+# other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
+_SCHEMA_MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_SCHEMA_PLACES = frozenset(
+    "items prefixItems additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
+    " contentSchema anyOf oneOf allOf not if then else".split()
+)
+_DEFINITIONS = ("$defs", "definitions")
+_ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
+
+_REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
+_NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
+
+
+def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchema]) -> JSONSchema:
+    """Copy `schema` with `change` applied to each schema directly inside it."""
+
+    def inside(keyword: str, value: Any) -> Any:
+        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            return {name: change(item) if isinstance(item, dict) else item for name, item in value.items()}
+        if keyword in _SCHEMA_PLACES and isinstance(value, list):
+            return [change(item) if isinstance(item, dict) else item for item in value]
+        return change(value) if keyword in _SCHEMA_PLACES and isinstance(value, dict) else value
+
+    return {keyword: inside(keyword, value) for keyword, value in schema.items()}
+
+
+def _last_step(ref: str) -> str:
+    return unquote(ref).rsplit("/", 1)[-1]
+
+
+class _SchemaConverter:
+    """Write what each `$ref` of one schema points at in its place: `{"$ref": "#/$defs/Size"}` becomes the size's schema.
+
+    The result accepts exactly what the schema accepts. It is refused with ValueError for a reference to itself, one
+    more than 32 references deep and one of more than 50,000 nodes; with KeyError for a reference to nothing.
+    """
+
+    def __init__(self, schema: JSONSchema) -> None:
+        self._schema = schema
+        self._nodes = 0
+        self._open = ["#"]  # the references being written out, outermost first
+
+    @functools.cached_property
+    def _resolver(self) -> Any:
+        resource = DRAFT202012.create_resource(self._schema)
+        return SchemaResources().with_resource("", resource).resolver()
+
+    def inline(self) -> JSONSchema:
+        """Return the schema without references and without the root's definitions. Source: SRS FR-SCHEMA-002."""
+        try:
+            return self._visit({key: value for key, value in self._schema.items() if key not in _DEFINITIONS})
+        except RecursionError:
+            raise ValueError("Schema is nested too deeply") from None
+
+    def _visit(self, node: JSONSchema) -> JSONSchema:
+        self._nodes += 1
+        if self._nodes > _NODES_MAX:
+            raise ValueError(f"Schema has more than {_NODES_MAX} nodes when its references are written out")
+        if "$dynamicRef" in node:
+            raise ValueError("$dynamicRef cannot be written out; use $ref")
+        result = _map_subschemas(node, self._visit)
+        if isinstance(result.get("discriminator"), dict):  # its mapping names definitions that are gone
+            result["discriminator"] = {k: v for k, v in result["discriminator"].items() if k != "mapping"}
+        ref = result.get("$ref")
+        if not isinstance(ref, str):
+            return result
+        del result["$ref"]
+        target = self._target(ref)
+        if all(key in _ANNOTATION_KEYWORDS or key.startswith("x-") for key in result):
+            return {**target, **result}
+        # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
+        return {**result, "allOf": [target, *result.get("allOf", ())]}
+
+    def _target(self, ref: str) -> JSONSchema:
+        if ref in self._open:
+            steps = [*self._open[self._open.index(ref) :], ref]
+            raise ValueError(f"Circular reference: {' -> '.join(map(_last_step, steps))}")
+        if len(self._open) > _REF_DEPTH_MAX:
+            raise ValueError(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
+        try:
+            target = self._resolver.lookup(ref).contents
+        except Unresolvable:
+            raise KeyError(_last_step(ref)) from None
+        if not isinstance(target, dict):
+            return {} if target else {"not": {}}
+        self._open.append(ref)
+        inlined = self._visit({key: value for key, value in target.items() if key not in ("$id", "$anchor")})
+        self._open.pop()
+        return inlined
+
+
+def _plain(value: Any) -> Any:
+    """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
+    return from_json(to_json(value), allow_inf_nan=False)
+
+
+def _admits_object(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return schema is not False
+    types = schema.get("type", "object")
+    return (
+        "object" in ([types] if isinstance(types, str) else types)
+        and all(any(map(_admits_object, schema[key])) for key in ("anyOf", "oneOf") if key in schema)
+        and all(map(_admits_object, schema.get("allOf", ())))
+    )
+
+
+def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
+    """The module's arguments as a self-contained object schema (SRS FR-SCHEMA-001, -003, -004, -006).
+
+    `{}` becomes `{"type": "object", "properties": {}}`; a union of objects gets `"type": "object"` beside it.
+    ValueError or KeyError for a schema that cannot be converted, or whose root is not an object.
+    """
+    schema = _SchemaConverter(descriptor.input_schema).inline()
+    if not schema:
+        return {"type": "object", "properties": {}}
+    if not _admits_object(schema):
+        raise ValueError(f"Input schema must describe an object, got type {schema.get('type')!r}")
+    return cast(JSONSchema, _plain({**schema, "type": "object"}))
+
+
+def _output_schema(descriptor: ModuleDescriptor, *, redact: bool) -> JSONSchema:
+    """The schema that the module's results satisfy as JSON, or `{}` when none can be promised (SRS FR-SCHEMA-005).
+
+    With `redact`, a field marked `x-sensitive` also admits the text that stands in for its value.
+    """
+    schema = _SchemaConverter(descriptor.output_schema).inline()
+    if not schema or not _admits_object(schema):
+        return {}
+
+    def as_sent(node: JSONSchema) -> JSONSchema:
+        node = _map_subschemas(node, as_sent)
+        # RFC 3339 demands a zone of times, and ISO durations no fractions; Python's values do not always comply and
+        # the TypeScript clients check.
+        if node.get("format") in ("date-time", "time", "duration"):
+            del node["format"]
+        if redact and node.get("x-sensitive") is True:
+            said = {key: node.pop(key) for key in list(node) if key in _ANNOTATION_KEYWORDS or key.startswith("x-")}
+            node = {**said, "anyOf": [node, {"const": REDACTED_VALUE}]}
+        return node
+
+    return cast(JSONSchema, _plain({**as_sent(schema), "type": "object"}))
+
+
+_STRICT_DROPS = frozenset({"title", "default", "examples", "discriminator", "$schema", "$id", "$comment"})
+
+
+def _to_strict(schema: JSONSchema) -> JSONSchema:
+    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
+
+    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
+    """
+    strict = {
+        key: value
+        for key, value in _map_subschemas(schema, _to_strict).items()
+        if key not in _STRICT_DROPS and not key.startswith("x-")
+    }
+    types = schema.get("type", ())
+    if "properties" in schema or "object" in ([types] if isinstance(types, str) else types):
+        required = schema.get("required", ())
+        properties = strict.get("properties", {})
+        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
+        strict["required"] = sorted(properties)
+        strict["additionalProperties"] = False
+    return strict
+
+
+def _nullable(schema: Any) -> Any:
+    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
+    null = {"type": "null"}
+    if not isinstance(schema, dict) or _is_valid(None, schema):
+        return schema
+    if schema.keys() & {"allOf", "oneOf", "not", "if"} or schema.keys() >= {"type", "anyOf"}:
+        return {"anyOf": [schema, null]}
+    result = dict(schema)
+    if "anyOf" in result:
+        result["anyOf"] = [*result["anyOf"], null]
+    if "const" in result:
+        result["enum"] = [result.pop("const")]
+    if "enum" in result:
+        result["enum"] = [*result["enum"], None]
+    if "type" in result:
+        types = result["type"]
+        result["type"] = [*([types] if isinstance(types, str) else types), "null"]
+    return result
+
+
+def _is_valid(value: Any, schema: Any) -> bool:
+    return Draft202012Validator(schema).is_valid(value)
+
+
+def _drop_nulls(value: Any, schema: Any) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+    if not isinstance(schema, dict):
+        return value
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        candidate = _drop_nulls(value, branch)
+        if _is_valid(candidate, branch):
+            value = candidate
+            break
+    for branch in schema.get("allOf", ()):
+        value = _drop_nulls(value, branch)
+    if isinstance(value, list):
+        return [_drop_nulls(item, schema.get("items")) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    return {
+        name: _drop_nulls(item, properties.get(name))
+        for name, item in value.items()
+        if item is not None or name in required or name not in properties or _is_valid(None, properties[name])
+    }
+
+
+def _marks_sensitive(schema: JSONSchema) -> bool:
+    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
+    found = schema.get("x-sensitive") is True
+
+    def look(node: JSONSchema) -> JSONSchema:
+        nonlocal found
+        found = found or _marks_sensitive(node)
+        return node
+
+    _map_subschemas(schema, look)
+    return found
+
+
+def _views(schema: Any) -> Iterator[JSONSchema]:
+    """`schema` and every branch of it that may apply to the same value."""
+    if isinstance(schema, dict):
+        yield schema
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for branch in schema.get(keyword, ()):
+                yield from _views(branch)
+
+
+def _step_into(schemas: Iterable[JSONSchema], step: str) -> list[JSONSchema]:
+    """The schemas of the property or item called `step` of a value that `schemas` describe."""
+    inner: list[Any] = []
+    for schema in schemas:
+        inner.append(schema.get("properties", {}).get(step) or schema.get("additionalProperties"))
+        inner.extend(schema.get("patternProperties", {}).values())
+        if step.isdecimal():
+            inner += [schema.get("items"), *schema.get("prefixItems", ())]
+    return [view for schema in inner for view in _views(schema)]
+
+
+# ---- Names: module ids to tool and function names, and back; pure ----
+
+_NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
+# No segment of a module id starts with a digit, so a name that ends like this was shortened.
+_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")
+
+# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop's validator asks for
+# ^[a-zA-Z0-9_-]{1,64}$ ("claude-ai" is what it has sent in every handshake since 2024).
+_CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
+
+
+def _portable_name(module_id: str) -> str:
+    """`image.resize` becomes `image-resize`; past 64 characters, 54 of them and a hash that never changes."""
+    name = module_id.replace(".", "-")
+    if len(name) <= _NAME_MAX:
+        return name
+    return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
+
+
+def _function_name(module_id: str) -> str:
+    if "-" in module_id:
+        raise ValueError(f"Module id must not contain hyphens (they stand for dots in function names): {module_id!r}")
+    return _portable_name(module_id)
+
+
+def from_openai_name(name: str, registry: Registry | None = None) -> str:
+    """Turn an OpenAI function name back into the module id it was made from.
+
+        >>> from_openai_name("image-resize")
+        'image.resize'
+
+    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
+    Raises ValueError for a shortened name without a registry, or one that no module of it has.
+    """
+    if not (len(name) == _NAME_MAX and _SHORTENED.search(name)):
+        return name.replace("-", ".")
+    if registry is None:
+        raise ValueError(f"Function name {name!r} was shortened; pass the registry to look its module up")
+    for module_id in registry.list(visibility=["public", "hidden"]):
+        if len(module_id) > _NAME_MAX and _portable_name(module_id) == name:
+            return module_id
+    raise ValueError(f"No module has the function name {name!r}")
+
+
+# ---- Annotations: what apcore says of a module, in MCP's and OpenAI's words; pure ----
+
+_HINTS = {
+    "readOnlyHint": "readonly",
+    "destructiveHint": "destructive",
+    "idempotentHint": "idempotent",
+    "openWorldHint": "open_world",
+}
+_SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
+_DEFAULT_ANNOTATIONS = ModuleAnnotations()
+
+
+def _hints(annotations: ModuleAnnotations | None) -> dict[str, bool]:
+    """MCP's tool annotations (SRS FR-ANNOT-001 to -005)."""
+    return {hint: getattr(annotations or _DEFAULT_ANNOTATIONS, name) for hint, name in _HINTS.items()}
+
+
+def _description_suffix(annotations: ModuleAnnotations | None) -> str:
+    r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
+
+    `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
+    """
+    told = [
+        f"{name}={str(getattr(annotations, name)).lower()}"
+        for name in _SUFFIX_FIELDS
+        if annotations is not None and getattr(annotations, name) != getattr(_DEFAULT_ANNOTATIONS, name)
+    ]
+    return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
+
+
+# ---- Results: module outputs and errors as MCP results; pure ----
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tool:
+    """One listed module: everything about it that does not change from call to call."""
+
+    module_id: str
+    descriptor: ModuleDescriptor
+    input_schema: JSONSchema
+    output_schema: JSONSchema  # as advertised; {} when none is
+    redacts_output: bool
+    has_sensitive_input: bool
+
+    @functools.cached_property
+    def portable_name(self) -> str:
+        return _portable_name(self.module_id)
+
+    @functools.cached_property
+    def validator(self) -> Draft202012Validator:
+        return Draft202012Validator(self.input_schema)
+
+    @functools.cached_property
+    def streams(self) -> bool:
+        return self.descriptor.annotations is not None and self.descriptor.annotations.streaming
+
+    def definition(self, *, portable: bool = False) -> dict[str, Any]:
+        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
+        descriptor = self.descriptor
+        annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
+        tool: dict[str, Any] = {
+            "name": self.portable_name if portable else self.module_id,
+            "description": descriptor.description,
+            "inputSchema": self.input_schema,
+            "annotations": _hints(descriptor.annotations),
+            "_meta": {
+                "apcore/requires_approval": annotations.requires_approval,
+                "apcore/streaming": annotations.streaming,
+                "apcore/cacheable": annotations.cacheable,
+                "apcore/paginated": annotations.paginated,
+                "apcore/version": descriptor.version,
+                "apcore/tags": descriptor.tags,
+            },
+        }
+        if descriptor.name:
+            tool["title"] = descriptor.name
+        if self.output_schema:
+            tool["outputSchema"] = self.output_schema
+        return tool
+
+    def redacted_output(self, output: Any) -> Any:
+        """`output`, as plain JSON, with `***REDACTED***` for each field the module's schema marks `x-sensitive`."""
+        # apcore's default keys would also blank innocent ones by substring ("author", "tokens_used").
+        return redact_sensitive(output, self.descriptor.output_schema, sensitive_keys=[])
+
+
+def _build_tool(descriptor: ModuleDescriptor, *, redact_output: bool) -> _Tool:
+    """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
+    input_schema = _input_schema(descriptor)
+    tool = _Tool(
+        module_id=descriptor.module_id,
+        descriptor=descriptor,
+        input_schema=input_schema,
+        output_schema=_output_schema(descriptor, redact=redact_output),
+        redacts_output=redact_output and _marks_sensitive(descriptor.output_schema),
+        has_sensitive_input=_marks_sensitive(input_schema),
+    )
+    _plain(tool.definition())  # one tool that JSON cannot say would break the whole list
+    return tool
+
+
+def _to_text(value: Any) -> str:
+    return to_json(value, fallback=str, bytes_mode="base64").decode()
+
+
+def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
+    """A module's output as JSON text, and the same value in plain types, sensitive fields redacted.
+
+    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (SRS FR-EXEC-002). ModuleError
+    OUTPUT_SERIALIZATION_ERROR for what JSON cannot say: NaN, infinity, a cycle.
+    """
+    try:
+        text = _to_text({} if output is None else output)
+        value = from_json(text, allow_inf_nan=False)
+        if tool.redacts_output:
+            value = tool.redacted_output(value)
+            text = _to_text(value)
+    except Exception:  # a module's own __str__ may raise anything
+        raise ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON") from None
+    return text, value
+
+
+def _success(tool: _Tool, output: Any) -> dict[str, Any]:
+    """A module's output as a tool result: text, and structured content where a schema is advertised (F-013)."""
+    text, value = _as_json(tool, output)
+    result = {"content": [{"type": "text", "text": text}], "isError": False, "resultType": "complete"}
+    return {**result, "structuredContent": value} if tool.output_schema else result
+
+
+def _failure(text: str, code: str, details: dict[str, Any] | None = None, error: object = None) -> dict[str, Any]:
+    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5).
+
+    No `structuredContent`: the TypeScript client would hold it against the output schema.
+    """
+    report: dict[str, Any] = {"status": "failure", "error_type": code, "error_message": text}
+    if details:
+        report["error_details"] = details
+    for flag in ("retryable", "user_fixable"):
+        if getattr(error, flag, None) is not None:
+            report[flag] = getattr(error, flag)
+    return {
+        "content": [{"type": "text", "text": text}],
+        "isError": True,
+        "resultType": "complete",
+        "_meta": {"apcore-mcp/error": report},
+    }
+
+
+# What a client is told, by apcore's error code (SRS 7.5). Any other code: "Module error: {code}".
+_SENTENCES = {
+    "MODULE_NOT_FOUND": "Module not found: {module_id}",
+    "ACL_DENIED": "Access denied",
+    "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
+    "GENERAL_INVALID_INPUT": "Invalid input: {message}",
+    "CALL_DEPTH_EXCEEDED": "Call depth limit exceeded",
+    "CIRCULAR_CALL": "Circular call detected",
+    "CALL_FREQUENCY_EXCEEDED": "Call frequency limit exceeded",
+    "EXECUTION_CANCELLED": "Execution was cancelled",
+    "APPROVAL_DENIED": "Approval was denied",
+    "APPROVAL_TIMEOUT": "Approval was not given in time",
+    "APPROVAL_PENDING": "Approval is still pending",
+    "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
+}
+
+
+class _ErrorMapper:
+    """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
+
+    No value of an `x-sensitive` argument appears in either. Used after a call failed, so it may take its time.
+    """
+
+    def __init__(self, tool: _Tool, arguments: dict[str, Any]) -> None:
+        self._tool = tool
+        self._arguments = arguments
+
+    def to_result(self, error: BaseException) -> dict[str, Any]:
+        """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
+        cause = error.cause if isinstance(error, ModuleExecuteError) else None
+        if not isinstance(error, ModuleError) or (cause is not None and not isinstance(cause, ModuleError)):
+            self._log_unexpected(cause or error)
+            code = error.code if isinstance(error, ModuleError) else "GENERAL_INTERNAL_ERROR"
+            return _failure("Internal error occurred", code)
+        text, details = self._sentence(error)
+        logger.error("Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__, text)
+        return _failure(text, error.code, details, error)
+
+    def invalid_arguments(self) -> dict[str, Any] | None:
+        """The result for arguments that the advertised schema refuses, or None when it takes them."""
+        errors = [
+            {"path": "".join(f"/{step}" for step in e.absolute_path), "keyword": e.validator, "message": e.message}
+            for e in self._tool.validator.iter_errors(self._arguments)
+        ]
+        return self.to_result(SchemaValidationError(errors=errors)) if errors else None
+
+    def _sentence(self, error: ModuleError) -> tuple[str, dict[str, Any]]:
+        if isinstance(error, SchemaValidationError):
+            return self._validation(error)
+        facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": self._masked(error.message)}
+        details = {"timeout_ms": facts["timeout_ms"]} if error.code == "MODULE_TIMEOUT" else {}
+        return _SENTENCES.get(error.code, f"Module error: {error.code}").format_map(facts), details
+
+    def _validation(self, error: SchemaValidationError) -> tuple[str, dict[str, Any]]:
+        if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
+            # A module that this one called was given something wrong: not the client's fault, nor its business.
+            return f"Module error: {error.code}", {}
+        raw = [e if isinstance(e, dict) else dataclasses.asdict(e) for e in error.details.get("errors") or ()]
+        # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
+        step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
+        if step == "output_validation" or error.message.startswith("Output"):
+            fields = [_field_and_code(e) for e in raw]
+            lines = [f"- {'.'.join(path) or '(root)'} ({code})" for path, code in fields]
+            return "\n".join(["Output validation failed:", *lines]), {
+                "errors": [{"field": ".".join(path), "code": code} for path, code in fields]
+            }
+        errors = self._input_errors(raw)
+        lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
+        text = "\n".join(["Input validation failed:", *lines]) if lines else "Input validation failed"
+        return text, {"errors": errors} if errors else {}
+
+    def _input_errors(self, raw: list[dict[str, Any]]) -> list[dict[str, str]]:
+        """The errors as `{"field": "size.width", "code", "message"}`, with the names of missing fields filled in."""
+        missing: dict[tuple[str, ...], Iterator[str]] = {}
+        errors = []
+        for entry in raw:
+            path, code = _field_and_code(entry)
+            message = str(entry.get("message", ""))
+            if code == "required":
+                names = missing.setdefault(tuple(path), self._missing_names(path))
+                path = [*path, *([name] if (name := next(names, None)) else [])]
+            elif self._touches_sensitive(path):
+                message = "Value is not valid"
+            errors.append({"field": ".".join(path), "code": code, "message": self._masked(message)})
+        return errors
+
+    def _missing_names(self, path: list[str]) -> Iterator[str]:
+        value: Any = self._arguments
+        schemas = list(_views(self._tool.input_schema))
+        for step in path:
+            schemas = _step_into(schemas, step)
+            value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
+        names = dict.fromkeys(name for schema in schemas for name in schema.get("required", ()))
+        return (name for name in names if not isinstance(value, dict) or name not in value)
+
+    def _touches_sensitive(self, path: list[str]) -> bool:
+        """Whether the value at `path` is sensitive, lies in one that is, or holds one that is: a message may quote it."""
+        if not self._tool.has_sensitive_input:
+            return False
+        schemas = list(_views(self._tool.input_schema))
+        for step in path:
+            schemas = _step_into(schemas, step)
+            if any(schema.get("x-sensitive") is True for schema in schemas):
+                return True
+        return any(map(_marks_sensitive, schemas))
+
+    @functools.cached_property
+    def _secret_texts(self) -> list[str]:
+        if not self._tool.has_sensitive_input:
+            return []
+
+        def leaves(value: Any, shown: Any) -> Iterator[Any]:
+            if isinstance(value, dict):
+                for key, item in value.items():
+                    yield from leaves(item, shown[key] if isinstance(shown, dict) else shown)
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    yield from leaves(item, shown[index] if isinstance(shown, list) else shown)
+            elif shown == REDACTED_VALUE and value is not None and not isinstance(value, bool):
+                yield value
+
+        shown = redact_sensitive(self._arguments, self._tool.input_schema, sensitive_keys=[])
+        secret = list(leaves(self._arguments, shown))
+        texts = {form for s in secret for form in (str(s), repr(s).strip("'\""), json.dumps(s).strip('"')) if form}
+        return sorted(texts, key=len, reverse=True)
+
+    def _masked(self, text: str) -> str:
+        for secret in self._secret_texts:
+            text = text.replace(secret, REDACTED_VALUE)
+        return text
+
+    def _log_unexpected(self, error: BaseException) -> None:
+        told = (self._tool.module_id, type(error).__name__, self._masked(str(error)))
+        if not self._secret_texts:
+            logger.error("Tool call error: %s - %s: %s", *told, exc_info=error)
+            return
+        lines = self._masked("".join(traceback.format_exception(error)))
+        logger.error("Tool call error: %s - %s: %s\n%s", *told, lines)
+
+
+def _field_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
+    """Where and why, from any form in which apcore reports a validation error.
+
+    `{"path": "/a/0", "keyword": "type"}`, `{"field": "a.0", "code": "int_type"}`, or the fields of a
+    `SchemaValidationErrorDetail` (apcore 0.28 to 0.31: "/" for the root, the keyword called `constraint`).
+    """
+    if "field" in entry:
+        path = str(entry["field"]).split(".")
+    else:
+        steps = str(entry.get("path", "")).split("/")
+        path = [step.replace("~1", "/").replace("~0", "~") for step in steps[1:]]
+    return [step for step in path if step], str(
+        entry.get("code") or entry.get("keyword") or entry.get("constraint") or "invalid"
+    )
+
+
+# ---- Catalog: the registry as a list of tools that follows it; any thread ----
+
+
+class _ToolCatalog:
+    """The registry's modules as listed tools, up to date whenever it is read.
+
+    A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
+    swaps in a new table, so a reader never sees half a change. A module that cannot become a tool is left out with a
+    WARNING that names it. `on_change` is called on the thread of the event.
+    """
+
+    def __init__(self, registry: Registry, *, tags: list[str] | None, prefix: str | None, redact_output: bool) -> None:
+        self._registry = registry
+        self._filters = {"tags": tags or None, "prefix": prefix}
+        self._redact_output = redact_output
+        self._lock = threading.Lock()
+        self._tools: dict[str, _Tool] = {}
+        self._by_name: dict[str, _Tool] = {}
+        self._listings: dict[bool, list[dict[str, Any]]] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        for event in ("register", "unregister"):  # before the first look, or a module could slip in between
+            registry.on(event, self._note_change)
+        self._changed = deque(registry.list(**self._filters))
+
+    def close(self) -> None:
+        for event in ("register", "unregister"):
+            self._registry.off(event, self._note_change)
+
+    def _note_change(self, module_id: str, _module: object) -> None:
+        self._changed.append(module_id)
+        self.on_change()
+
+    @property
+    def tools(self) -> dict[str, _Tool]:
+        """The listed tools by module id, sorted by it."""
+        self._refresh()
+        return self._tools
+
+    def find(self, name: str) -> _Tool | None:
+        """The listed tool that a client calls `name`, in either spelling."""
+        self._refresh()
+        return self._by_name.get(name)
+
+    def listing(self, *, portable: bool) -> list[dict[str, Any]]:
+        """The tools as `tools/list` sends them; built once per change, so not to be written to."""
+        self._refresh()
+        listings = self._listings
+        if portable not in listings:
+            listings[portable] = [tool.definition(portable=portable) for tool in self._tools.values()]
+        return listings[portable]
+
+    def _refresh(self) -> None:
+        if not self._changed:
+            return
+        with self._lock:
+            changed = set()
+            while self._changed:
+                changed.add(self._changed.popleft())
+            eligible = set(self._registry.list(**self._filters))
+            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
+            tools |= {module_id: tool for module_id in changed & eligible if (tool := self._build(module_id))}
+            self._tools = dict(sorted(tools.items()))
+            self._by_name = {t.portable_name: t for t in tools.values()} | tools
+            self._listings = {}
+
+    def _build(self, module_id: str) -> _Tool | None:
+        try:
+            descriptor = self._registry.get_definition(module_id)
+            if descriptor is None:
+                raise LookupError("it has no definition (unregistered meanwhile?)")
+            return _build_tool(descriptor, redact_output=self._redact_output)
+        except Exception as error:  # one bad module never takes the others down
+            reason = f"missing definition {error}" if type(error) is KeyError else error
+            logger.warning("Module %s is left out: %s", module_id, reason)
+            return None
+
+
+# ---- Calls: one running tool call: progress, questions, approval, cancellation; event loop only ----
+
+
+async def report_progress(
+    context: Any, progress: float, total: float | None = None, message: str | None = None
+) -> None:
+    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
+
+    Does nothing when the module was not called through MCP or the client asked for no progress. Source: SRS FR-EXT-001.
+    """
+    if send := context.data.get(MCP_PROGRESS_KEY):
+        await send(progress, total, message)
+
+
+async def elicit(
+    context: Any, message: str, requested_schema: JSONSchema | None = None, *, key: str | None = None
+) -> dict[str, Any] | None:
+    """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
+
+    Returns what the user filled in, a dict that the client checked against `requested_schema` (an object with
+    properties of simple types; none means a bare confirmation). None when the user declined or cancelled, the client
+    cannot ask, or the module was not called through MCP. `key` names the question on the wire (from 2026-07-28).
+    The module's own timeout goes on meanwhile. Source: SRS FR-EXT-002; MCP "Elicitation".
+    """
+    ask = context.data.get(MCP_ELICIT_KEY)
+    return await ask(message, requested_schema, key) if ask else None
+
+
+_CALL_KEY = "_mcp_call"
+
+# From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
+_PARKING_VERSION = "2026-07-28"
+
+
+class _Call:
+    """One running tool call, and the way back to the user who made it.
+
+    `session` belongs to the request that waits for the result; it is None while none does, and then nothing is sent.
+    A client of 2026-07-28 is not asked, its request is answered with the question (`asked` is set) and a later request
+    brings the answer. One question at a time: a module that asks two at once is asked for them in turn.
+    """
+
+    def __init__(
+        self, tool: _Tool, arguments: dict[str, Any], ctx: ServerRequestContext[Any, Any], *, parks: bool
+    ) -> None:
+        self.tool = tool
+        self.arguments = arguments
+        self.session: ServerSession | None = ctx.session
+        self.request_id = ctx.request_id
+        self.wants_progress = "progress_token" in (ctx.meta or {})
+        self.parks = parks and ctx.protocol_version >= _PARKING_VERSION and _can_elicit(ctx.session)
+        self.token = CancelToken()
+        self.asked = asyncio.Event()
+        self.question: tuple[str, dict[str, Any]] = ("", {})
+        self.task: asyncio.Task[dict[str, Any]] | None = None
+        self._answer: asyncio.Future[Any] | None = None
+        self._asking = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self.data: dict[str, Any] = {
+            _CALL_KEY: self,
+            MCP_PROGRESS_KEY: self._from_any_loop(self.report),
+            MCP_ELICIT_KEY: self._from_any_loop(self.elicit),
+        }
+
+    def _from_any_loop(self, method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+        # A sync module that calls an async one runs it in a thread and a loop of its own.
+        async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            here = cast("Any", method(*args, **kwargs))
+            if asyncio.get_running_loop() is not self._loop:
+                here = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here, self._loop))
+            return cast(T, await here)
+
+        return call
+
+    @property
+    def can_ask(self) -> bool:
+        return self.parks or (
+            self.session is not None and self.session.can_send_request and _can_elicit(self.session)
+        )
+
+    def inputs(self) -> dict[str, Any]:
+        """What the module is called with; a copy where `arguments` will tell what to mask, whatever it does to it."""
+        return copy.deepcopy(self.arguments) if self.tool.has_sensitive_input else self.arguments
+
+    async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+        if self.session is not None:
+            await self.session.report_progress(progress, total, message)
+
+    async def elicit(
+        self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
+    ) -> dict[str, Any] | None:
+        async with self._asking:
+            if not self.can_ask:
+                return None
+            schema = requested_schema or {"type": "object", "properties": {}}
+            if self.parks:
+                answer = await self._ask_by_result(message, schema, key or "input")
+            else:
+                answer = await self._ask_by_request(message, schema)
+        if answer is None or answer.action != "accept":
+            return None
+        return dict(answer.content or {})
+
+    async def _ask_by_request(self, message: str, schema: JSONSchema) -> Any:
+        from mcp.shared.exceptions import MCPError
+
+        assert self.session is not None
+        try:
+            return await self.session.elicit_form(message, schema, related_request_id=self.request_id)
+        except (MCPError, ValueError) as error:  # ValueError: an answer that is no elicitation result
+            logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
+            return None
+
+    async def _ask_by_result(self, message: str, schema: JSONSchema, key: str) -> Any:
+        params = {"mode": "form", "message": message, "requestedSchema": schema}
+        self.question = (key, {"method": "elicitation/create", "params": params})
+        self._answer = self._loop.create_future()
+        self.asked.set()
+        return await self._answer
+
+    def answer(self, result: Any) -> None:
+        """Let the module go on with `result`, an elicitation result or None."""
+        self.asked.clear()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(result)
+
+    def cancel(self) -> None:
+        """End the module: its CancelToken for code that looks at it, its coroutine when it is one."""
+        self.token.cancel()
+        # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; what the
+        # coroutine was called with tells whose it is.
+        for task in asyncio.all_tasks(self._loop):
+            coroutine = task.get_coro()
+            if task is not asyncio.current_task() and inspect.iscoroutine(coroutine):
+                values = inspect.getcoroutinelocals(coroutine).values()
+                if any(isinstance(v, Context | _Call) and v.data is self.data for v in values):
+                    task.cancel()
+
+
+def _can_elicit(session: ServerSession) -> bool:
+    declared = session.client_capabilities.elicitation if session.client_capabilities else None
+    return declared is not None and (declared.form is not None or declared.url is None)
+
+
+class _ParkedCalls:
+    """Running calls that wait for their user, from the `input_required` answer to the client's retry.
+
+    A call is resumed once, by its state of 32 random bytes (which the SDK's RequestStateBoundary seals and binds to the
+    tool and its arguments), so its module never runs twice. At most `limit` wait, each for `seconds`: one more is
+    refused, an expired one cancelled. Event loop only.
+    """
+
+    def __init__(self, limit: int = 1_000, seconds: float = 600) -> None:
+        self.limit = limit
+        self.seconds = seconds
+        self._calls: dict[str, tuple[_Call, asyncio.TimerHandle]] = {}
+
+    def park(self, call: _Call) -> str | None:
+        """The state that resumes `call`, or None when too many wait already."""
+        if len(self._calls) >= self.limit:
+            return None
+        state = secrets.token_urlsafe(32)
+        self._calls[state] = (call, asyncio.get_running_loop().call_later(self.seconds, self._expire, state))
+        return state
+
+    def resume(self, state: str) -> _Call | None:
+        call, timer = self._calls.pop(state, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return call
+
+    def _expire(self, state: str) -> None:
+        if call := self.resume(state):
+            logger.warning("Question of %s was not answered in %g seconds", call.tool.module_id, self.seconds)
+            call.cancel()
+
+    def close(self) -> None:
+        for state in list(self._calls):
+            if call := self.resume(state):
+                call.cancel()
+
+
+class _UserApproval:
+    """apcore's approval gate, put to the user as a question (`approval=` of `serve()`; SRS FR-ANNOT-006)."""
+
+    def __init__(self, mode: str, catalog: _ToolCatalog) -> None:
+        self._mode = mode
+        self._catalog = catalog
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        call = request.context.data.get(_CALL_KEY)
+        if self._mode == "deny":
+            return ApprovalResult(status="rejected", reason="Calls that need approval are denied")
+        if call is None or not call.can_ask:
+            if self._mode == "require":
+                return ApprovalResult(status="rejected", reason="The client cannot ask its user")
+            logger.warning("Module %s needs approval, but the client cannot ask; letting it run", request.module_id)
+            return ApprovalResult(status="approved", approved_by="apcore-mcp")
+        schema = {
+            "type": "object",
+            "properties": {"approve": {"type": "boolean", "title": "Let it run", "default": False}},
+            "required": ["approve"],
+        }
+        answer = await request.context.data[MCP_ELICIT_KEY](self._question(request), schema, "approval")
+        approved = answer is not None and answer.get("approve") is True
+        return ApprovalResult(status="approved" if approved else "rejected", approved_by="user" if approved else None)
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        """No approval is ever left pending here, so there is none to pick up later."""
+        return ApprovalResult(status="rejected", reason="Unknown approval")
+
+    def _question(self, request: ApprovalRequest) -> str:
+        tool = self._catalog.tools.get(request.module_id)
+        shown = (
+            _to_text(redact_sensitive(request.arguments, tool.input_schema, sensitive_keys=[]))
+            if tool
+            else ", ".join(sorted(request.arguments))
+        )
+        told = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
+        kind = f" It is annotated as {' and '.join(told)}." if told else ""
+        return f"Let {request.module_id} run?{kind}\nArguments: {shown[:2000]}"
+
+
+def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
+    """Merge a streamed chunk as apcore's Executor does: objects down to 32 levels, anything else replaced."""
+    for key, value in chunk.items():
+        if depth < 32 and isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value, depth + 1)
+        else:
+            base[key] = value
+
+
+class _Activity:
+    """How much has been asked and not answered yet; `idle` is set while that is nothing. Event loop only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.idle.set()
+
+
+class _ExecutionRouter:
+    """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
+
+    Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call (SRS FR-EXEC-007).
+    """
+
+    def __init__(self, catalog: _ToolCatalog, executor: Executor, *, validate_inputs: bool, parks: bool) -> None:
+        self._catalog = catalog
+        self._executor = executor
+        self._validate_inputs = validate_inputs
+        self._parks = parks
+        self.parked = _ParkedCalls()
+        self.activity = _Activity()
+
+    async def handle_call(
+        self, ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams
+    ) -> dict[str, Any]:
+        with self.activity:
+            tool = self._catalog.find(params.name)
+            if tool is None:
+                logger.error("Tool call error: %r - ModuleNotFoundError: not listed", params.name[:200])
+                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+            logger.debug("Tool call: %s", tool.module_id)
+            if params.request_state is not None:
+                return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
+            arguments = params.arguments or {}
+            call = _Call(tool, arguments, ctx, parks=self._parks)
+            # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
+            told = {key: value for key, value in (ctx.meta or {}).items() if isinstance(value, str)}
+            trace = TraceContext.extract(told) if "traceparent" in told else None
+            context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
+            if not call.parks:
+                return await self._execute(call, context)
+            call.task = asyncio.create_task(self._execute(call, context))
+            return await self._until_done_or_asked(call)
+
+    async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import INVALID_PARAMS
+
+        call = self.parked.resume(state)
+        if call is None:
+            raise MCPError(INVALID_PARAMS, "Invalid or expired requestState", {"reason": "invalid_request_state"})
+        call.session = session
+        if call.question[0] in responses:
+            call.answer(responses[call.question[0]])
+        return await self._until_done_or_asked(call)
+
+    async def _until_done_or_asked(self, call: _Call) -> dict[str, Any]:
+        assert call.task is not None
+        while True:
+            asked = asyncio.create_task(call.asked.wait())
+            try:
+                await asyncio.wait({call.task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            finally:
+                asked.cancel()
+            if call.task.done():
+                return call.task.result()
+            if state := self.parked.park(call):
+                call.session = None
+                key, question = call.question
+                return {"resultType": "input_required", "requestState": state, "inputRequests": {key: question}}
+            logger.warning("Question of %s is not asked: %d calls wait already", call.tool.module_id, self.parked.limit)
+            call.answer(None)
+
+    async def _execute(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
+        tool, started = call.tool, time.perf_counter()
+        try:
+            if self._validate_inputs and (refusal := _ErrorMapper(tool, call.arguments).invalid_arguments()):
+                return refusal
+            if tool.streams and call.wants_progress:
+                output: Any = await self._stream(call, context)
+            else:
+                output = await self._executor.call_async(tool.module_id, call.inputs(), context)
+            return _success(tool, output)
+        except asyncio.CancelledError as error:
+            call.cancel()
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return _ErrorMapper(tool, call.arguments).to_result(error)  # the module raised it by itself
+        except (Exception, SystemExit, KeyboardInterrupt, BaseExceptionGroup) as error:  # a module may raise anything
+            if isinstance(error, ModuleError) and error.code == "MODULE_TIMEOUT":
+                call.cancel()
+            return _ErrorMapper(tool, call.arguments).to_result(error)
+        finally:
+            call.session = None
+            if logger.isEnabledFor(logging.DEBUG):
+                elapsed_ms = (time.perf_counter() - started) * 1000
+                logger.debug("Tool call ended: %s after %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
+
+    async def _stream(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
+        """The merged chunks of a streaming module, each sent as a progress notification (SRS FR-STREAM-001)."""
+        merged: dict[str, Any] = {}
+        chunks = self._executor.stream(call.tool.module_id, call.inputs(), context)
+        async with contextlib.aclosing(cast("Any", chunks)):
+            number = 0
+            async for chunk in chunks:
+                number += 1
+                _merge(merged, chunk)
+                await call.report(number, None, _as_json(call.tool, chunk)[0])
+        return merged
+
+
+# ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
+
+_SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
+_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on any transport; the SDK's default for HTTP
+_ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
+
+
+class _Bridge:
+    """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
+
+    Use as an async context manager, once. `closing` refuses new requests; `activity` tells when the running ones are
+    answered. Changes of the catalog are announced to handshake clients on their standalone stream and to clients of
+    2026-07-28 on the streams they listen on; a client that does not read holds up only itself.
+    """
+
+    def __init__(self, options: _Options) -> None:
+        from mcp.server.lowlevel import Server
+        from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
+        from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
+
+        self.options = options
+        self.closing = False
+        self.catalog = _ToolCatalog(
+            options.registry, tags=options.tags, prefix=options.prefix, redact_output=options.redact_output
+        )
+        self._executor = options.executor(self.catalog)
+        self._router = _ExecutionRouter(
+            self.catalog, self._executor, validate_inputs=options.validate_inputs, parks=True
+        )
+        self.activity = self._router.activity
+        self._bus = InMemorySubscriptionBus()
+        self._listen = ListenHandler(self._bus)
+        self._changed = asyncio.Event()
+        self._followers: dict[Any, asyncio.Event] = {}  # handshake connections, each with what wakes its announcer
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.server: Server[Any] = Server(
+            options.name,
+            version=options.version or __version__,
+            on_list_tools=self._list_tools,
+            on_call_tool=cast("Any", self._router.handle_call),
+            on_subscriptions_listen=self._listen,
+            # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
+            get_tool_input_schema=lambda name: tool.input_schema if (tool := self.catalog.find(name)) else None,
+        )
+        security = RequestStateSecurity.ephemeral(ttl=self._router.parked.seconds)
+        self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
+
+    async def __aenter__(self) -> _Bridge:
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed; nobody is left to tell
+                loop.call_soon_threadsafe(self._changed.set)
+
+        self.catalog.on_change = wake
+        self._start(self._announce())
+        if self.options.dynamic:
+            self.options.registry.watch()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.options.dynamic:
+            self.options.registry.unwatch()
+        self.catalog.close()
+        self._router.parked.close()
+        self._listen.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_SHUTDOWN_SECONDS)
+
+    def _start(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self) -> None:
+        """End the streams that clients listen on and wait for what is being answered, for 5 seconds at most."""
+        self._listen.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.activity.idle.wait(), _SHUTDOWN_SECONDS)
+
+    async def _intercept(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+        """Server middleware: what must come before or after the SDK's own handling of a request."""
+        if ctx.request_id is None:
+            return await call_next(ctx)
+        if self.closing:
+            from mcp.shared.exceptions import MCPError
+
+            raise MCPError(-32000, "Server is shutting down")
+        if ctx.method == "tools/list" and self._is_plain_request(ctx):
+            return self._tool_list(ctx)  # past the SDK's validation, which would go through every tool of every answer
+        result = await call_next(ctx)
+        if ctx.method == "initialize" and isinstance(result, dict):
+            self._follow(ctx.session)
+            # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
+            result["capabilities"]["tools"]["listChanged"] = True
+        return result
+
+    @staticmethod
+    def _is_plain_request(ctx: ServerRequestContext[Any, Any]) -> bool:
+        handshaken = ctx.session.client_params is not None or ctx.protocol_version >= _PARKING_VERSION
+        return handshaken and not (ctx.params or {}).keys() - {"_meta"}
+
+    async def _list_tools(
+        self, ctx: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
+    ) -> Any:
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import INVALID_PARAMS
+
+        if params is not None and params.cursor is not None:
+            raise MCPError(INVALID_PARAMS, "Invalid cursor: the tool list has one page")
+        return self._tool_list(ctx)
+
+    def _tool_list(self, ctx: ServerRequestContext[Any, Any]) -> dict[str, Any]:
+        mode, client = self.options.tool_names, ctx.session.client_params
+        portable = mode == "portable" or (
+            mode == "auto" and client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
+        )
+        result: dict[str, Any] = {"tools": self.catalog.listing(portable=portable)}
+        if ctx.protocol_version >= _PARKING_VERSION:
+            from mcp_types import SERVER_INFO_META_KEY
+
+            # Stale at once, as the list may change at any time: who wants to keep it listens.
+            result |= {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+            result["_meta"] = {SERVER_INFO_META_KEY: self.server.server_info_stamp}
+        return result
+
+    def _follow(self, session: ServerSession) -> None:
+        # A connection outlives the session of each of its requests, and this is the only handle the SDK gives on it.
+        connection = session._connection  # pyright: ignore[reportPrivateUsage]
+        changed = self._followers[connection] = asyncio.Event()
+
+        async def announce() -> None:
+            while True:
+                await changed.wait()
+                changed.clear()
+                await connection.send_tool_list_changed()
+
+        task = self._start(announce())
+        connection.exit_stack.callback(task.cancel)
+        connection.exit_stack.callback(self._followers.pop, connection, None)
+
+    async def _announce(self) -> None:
+        from mcp.server.subscriptions import ToolsListChanged
+
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(_ANNOUNCE_SECONDS)
+            self._changed.clear()
+            for follower in self._followers.values():
+                follower.set()
+            await self._bus.publish(ToolsListChanged())
+
+
+# ---- HTTP: the Starlette app and the guard before it ----
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class _Guard:
+    """ASGI middleware before every route: who may ask, and whether the server still takes requests.
+
+    A request must name a host of `hosts` (any, when there are none) and, when a web page made it, come from that very
+    host and port: another site, another port of this machine and a rebound DNS name are all refused. A POST must be
+    JSON, so that no form can make one.
+    """
+
+    def __init__(self, app: ASGIApp, bridge: _Bridge, hosts: list[str]) -> None:
+        self._app = app
+        self._bridge = bridge
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        host = Request(scope).headers.get("host", "")
+        security = TransportSecurityMiddleware(
+            TransportSecuritySettings(
+                allowed_hosts=self._hosts or [host], allowed_origins=[f"http://{host}", f"https://{host}"]
+            )
+        )
+        posts = scope["method"] == "POST"
+        if refusal := await security.validate_request(Request(scope), is_post=posts):
+            return await refusal(scope, receive, send)
+        if self._bridge.closing:
+            return await PlainTextResponse("Server is shutting down", 503)(scope, receive, send)
+        with self._bridge.activity if posts else contextlib.nullcontext():
+            await self._app(scope, receive, send)
+
+
+class _SSEEndpoint:
+    """The deprecated SSE transport's stream, one MCP connection per GET."""
+
+    def __init__(self, bridge: _Bridge, transport: SseServerTransport) -> None:
+        self._bridge = bridge
+        self._transport = transport
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = self._bridge.server
+        async with self._transport.connect_sse(scope, receive, send) as (read_stream, write_stream):
+            run = server.run(read_stream, write_stream, server.create_initialization_options())
+            connection = asyncio.create_task(run)
+            self._connections.add(connection)
+            try:
+                await asyncio.wait({connection})
+            finally:
+                connection.cancel()
+                self._connections.discard(connection)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
+    """The app of one bridge: `/mcp`, or `/sse` and `/messages/`. Leaving the context closes every session."""
+    from mcp.server.sse import SseServerTransport
+    from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.routing import Mount, Route
+
+    options = bridge.options
+    guard = Middleware(cast("Any", _Guard), bridge=bridge, hosts=options.hosts())
+    async with contextlib.AsyncExitStack() as stack:
+        if options.transport == "sse":
+            transport = SseServerTransport("/messages/", max_request_body_size=_MESSAGE_MAX_BYTES)
+            endpoint = _SSEEndpoint(bridge, transport)
+            stack.callback(endpoint.close)
+            routes = [
+                Route("/sse", endpoint=endpoint, methods=["GET"]),
+                Mount("/messages/", app=transport.handle_post_message),
+            ]
+        else:
+            manager = StreamableHTTPSessionManager(
+                bridge.server, stateless=options.stateless, max_request_body_size=_MESSAGE_MAX_BYTES
+            )
+            await stack.enter_async_context(manager.run())
+            routes = [Route(path, endpoint=StreamableHTTPASGIApp(manager)) for path in ("/mcp", "/mcp/")]
+        yield Starlette(routes=routes, middleware=[guard])
+
+
+@contextlib.asynccontextmanager
+async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
+    """Listen on the options' host and port. Yields a task that ends only if the HTTP server does."""
+    import uvicorn
+
+    options = bridge.options
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    async with contextlib.AsyncExitStack() as closing_app:
+        app = await closing_app.enter_async_context(_http_app(bridge))
+        # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        config.load()
+        http = uvicorn.Server(config)
+        http.lifespan = config.lifespan_class(config)
+        await http.startup(sockets=[listener])
+        ticking = asyncio.create_task(http.main_loop())
+        try:
+            yield ticking
+        finally:
+            http.should_exit = True
+            await closing_app.aclose()  # ends the streams that clients keep open, or the server would wait for them
+            await asyncio.wait({ticking})
+            await http.shutdown(sockets=[listener])
+
+
+# ---- stdio: pipes, and who owns the standard streams ----
+
+_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers a client may leave unread before it is made to wait; some send
+# thousands of calls before they read
+
+_claim_lock = threading.RLock()
+_claimed: list[tuple[int, int]] = []
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[tuple[int, int]]:
+    """Take fd 0 and fd 1 for the protocol, as private duplicates that nobody else writes to.
+
+    Until the outermost context ends, fd 0 is at its end and fd 1 is stderr: whatever modules, C code or child processes
+    print misses the protocol. The command line enters this before it imports the first module, `serve()` again inside.
+    RuntimeError when the process has no standard streams.
+    """
+    with _claim_lock:
+        if _claimed:
+            yield _claimed[0]
+            return
+        try:
+            wire = os.dup(0), os.dup(1)
+        except OSError as error:
+            raise RuntimeError(f"stdin or stdout cannot be opened: {error}") from error
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        try:
+            os.dup2(2, 1)
+        except OSError:  # no stderr either
+            os.dup2(nothing, 1)
+        os.close(nothing)
+        _flush_stdout()
+        _claimed.append(wire)
+        try:
+            yield wire
+        finally:
+            _flush_stdout()
+            _claimed.clear()
+            for fd, private in enumerate(wire):
+                os.dup2(private, fd)
+                os.close(private)
+
+
+def _flush_stdout() -> None:
+    """Send what is still buffered, in Python and in C, where fd 1 points now."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    with contextlib.suppress(ImportError, OSError, TypeError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).fflush(None)
+
+
+class _Wire:
+    """Lines of bytes over a pair of descriptors, without blocking the event loop.
+
+    Pipes and sockets are driven by the event loop itself, with back-pressure both ways. Anything else (a terminal, a
+    file, Windows) goes through a thread per direction. A line longer than 4 MiB is read to its end and thrown away.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self._fds = read_fd, write_fd
+        self._reader: asyncio.StreamReader | None = None
+        self._read_transport: asyncio.ReadTransport | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._write_lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        read_fd, write_fd = self._fds
+        if _is_pipe(read_fd):
+            self._reader = reader = asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+            self._read_transport, _ = await loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(read_fd), "rb", 0)
+            )
+        if _is_pipe(write_fd):
+            transport, protocol = await loop.connect_write_pipe(
+                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(os.dup(write_fd), "wb", 0)
+            )
+            transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
+            self._writer = asyncio.StreamWriter(transport, protocol, None, loop)
+
+    async def read_line(self) -> bytes | None:
+        """The next line with its newline, b"" at the end of the input, None for a line that was too long."""
+        if self._reader is None:
+            return await asyncio.get_running_loop().run_in_executor(None, self._read_line_blocking)
+        too_long = False
+        while True:
+            try:
+                line = await self._reader.readuntil(b"\n")
+                return None if too_long else line
+            except asyncio.LimitOverrunError as overrun:
+                too_long = True
+                await self._reader.readexactly(overrun.consumed)
+            except asyncio.IncompleteReadError as end:
+                return None if too_long else end.partial
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        return os.fdopen(self._fds[0], "rb", closefd=False)
+
+    def _read_line_blocking(self) -> bytes | None:
+        line: bytes = self._file.readline(_MESSAGE_MAX_BYTES)
+        if len(line) < _MESSAGE_MAX_BYTES or line.endswith(b"\n"):
+            return line
+        while line and not line.endswith(b"\n"):
+            line = self._file.readline(_MESSAGE_MAX_BYTES)
+        return None
+
+    async def write(self, data: bytes) -> None:
+        """Raises OSError when nobody reads any more."""
+        if self._writer is not None:
+            self._writer.write(data)
+            await self._writer.drain()
+        else:
+            async with self._write_lock:
+                await asyncio.get_running_loop().run_in_executor(None, self._write_blocking, data)
+
+    def _write_blocking(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._fds[1], data) :]
+
+    def hang_up(self) -> None:
+        """End the input, as if the client had."""
+        if self._read_transport is not None:
+            self._read_transport.close()
+
+    async def close(self) -> None:
+        """Write out what is buffered, for a second at most, and leave the descriptors as they were found."""
+        if self._writer is not None:
+            cast("asyncio.WriteTransport", self._writer.transport).set_write_buffer_limits(0)
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(self._writer.drain(), 1)
+            self._writer.transport.abort()
+            os.set_blocking(self._fds[1], True)
+        if self._read_transport is not None:
+            self._read_transport.close()
+            os.set_blocking(self._fds[0], True)
+
+
+def _is_pipe(fd: int) -> bool:
+    mode = os.fstat(fd).st_mode
+    return sys.platform != "win32" and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+
+
+class _StdioConnection:
+    """One client at the other end of a wire, as the stream of messages (both ways) that the SDK's server runs on.
+
+    A line that is no message is answered with a JSON-RPC error; the SDK would drop it, and its sender wait for ever.
+    When the input ends, what has been asked is still answered, for 5 seconds at most: only then does the stream end.
+    """
+
+    def __init__(self, wire: _Wire, bridge: _Bridge) -> None:
+        self._wire = wire
+        self._bridge = bridge
+        self._unanswered: Counter[str] = Counter()
+
+    async def __aenter__(self) -> _StdioConnection:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+    def __aiter__(self) -> _StdioConnection:
+        return self
+
+    async def receive(self) -> SessionMessage:
+        from mcp.shared.message import SessionMessage
+        from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
+
+        while (line := await self._wire.read_line()) != b"":
+            if line is None:
+                await self._refuse(b"", f"Parse error: message is longer than {_MESSAGE_MAX_BYTES} bytes")
+                continue
+            try:
+                message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+            except ValueError:
+                if not line.isspace():
+                    await self._refuse(line, "Parse error: line is not JSON")
+                continue
+            if isinstance(message, JSONRPCRequest):
+                self._unanswered[str(message.id)] += 1
+                self._bridge.activity.__enter__()
+            elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
+                self._settle((message.params or {}).get("requestId"))  # a cancelled request is not answered
+            return SessionMessage(message)
+        await self._bridge.finish()
+        raise EndOfStream
+
+    async def __anext__(self) -> SessionMessage:
+        try:
+            return await self.receive()
+        except EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def send(self, item: SessionMessage) -> None:
+        from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, JSONRPCResponse
+
+        message = item.message
+        try:
+            line = message.model_dump_json(by_alias=True, exclude_unset=True)
+        except ValueError:  # text that is no Unicode; the request still gets an answer
+            if not isinstance(message, JSONRPCResponse):
+                raise
+            failure = ErrorData(code=INTERNAL_ERROR, message="Result cannot be sent as JSON")
+            line = JSONRPCError(jsonrpc="2.0", id=message.id, error=failure).model_dump_json(by_alias=True)
+        try:
+            await self._wire.write(line.encode() + b"\n")
+        except OSError:  # the client reads no more: for us, it has gone
+            self._wire.hang_up()
+        if isinstance(message, JSONRPCResponse | JSONRPCError):
+            self._settle(message.id)
+
+    def _settle(self, request_id: object) -> None:
+        if self._unanswered[str(request_id)] > 0:
+            self._unanswered[str(request_id)] -= 1
+            self._bridge.activity.__exit__()
+
+    async def _refuse(self, line: bytes, reason: str) -> None:
+        """Answer a line that is no message, under its id where one can be made out."""
+        code, request_id = -32700, None
+        with contextlib.suppress(ValueError, RecursionError):
+            decoded = json.loads(line)
+            code, reason = -32600, "Invalid request: not a single JSON-RPC message"
+            if isinstance(decoded, dict) and isinstance(decoded.get("id"), str | int):
+                request_id = decoded["id"]
+        answer = {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}
+        with contextlib.suppress(OSError):
+            await self._wire.write(json.dumps(answer).encode() + b"\n")
+
+
+@contextlib.asynccontextmanager
+async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
+    with _standard_streams() as fds:
+        wire = _Wire(*fds)
+        await wire.open()
+        connection = cast("Any", _StdioConnection(wire, bridge))
+        server = bridge.server
+        running = asyncio.create_task(server.run(connection, connection, server.create_initialization_options()))
+        try:
+            yield running
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+            await wire.close()
+
+
+_TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _serve_http}
+
+
+# ---- Options: every option of `serve()`, once ----
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_TOOL_NAMES = ("auto", "module-id", "portable")
+_APPROVALS = ("auto", "require", "deny", "off")
+
+
+def _option(default: T, text: str, **flag: Any) -> T:
+    """A field of `_Options`; `text` and `flag` also make its command line flag."""
+    return cast(T, dataclasses.field(default=default, metadata={"help": text, **flag}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
+
+    registry_or_executor: Registry | Executor
+    _: dataclasses.KW_ONLY
+    transport: str = _option("stdio", "MCP transport", choices=tuple(_TRANSPORTS))
+    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
+    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)")
+    name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
+    version: str | None = _option(None, "server version told to clients; without one, the package's")
+    tags: list[str] | None = _option(None, "serve only modules that have all of these tags", nargs="+", metavar="TAG")
+    prefix: str | None = _option(None, "serve only modules whose id starts with this")
+    log_level: str | None = _option(None, "log level of apcore_mcp, on stderr", choices=_LOG_LEVELS)
+    on_startup: Callable[[], Any] | None = None
+    on_shutdown: Callable[[], Any] | None = None
+    dynamic: bool = _option(False, "follow changes of the extensions directory (needs apcore-mcp[watch])")
+    validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
+    tool_names: str = _option(
+        "auto",
+        "how tools are called: with dots (module-id), with hyphens for clients and model APIs that refuse dots "
+        "(portable), or as the client can take it (auto)",
+        choices=_TOOL_NAMES,
+    )
+    redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
+    approval: str | ApprovalHandler = _option(
+        "auto",
+        "calls that need approval: ask the user, or let them run where the client cannot ask (auto), ask or refuse "
+        "(require), refuse (deny), do nothing (off)",
+        choices=_APPROVALS,
+    )
+    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
+    allowed_hosts: list[str] | None = _option(
+        None,
+        "Host headers to accept, as host or host:port (port * for any); without them, this machine's own names on a "
+        "loopback address and any elsewhere",
+        nargs="+",
+        metavar="HOST",
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.registry_or_executor, Registry | Executor):
+            kind = type(self.registry_or_executor).__name__
+            raise TypeError(f"Expected Registry or Executor instance, got {kind}")
+        _check_filters(self.tags, self.prefix)
+        _check_text("name", self.name, longest=255)
+        if self.version is not None:
+            _check_text("version", self.version)
+        object.__setattr__(self, "transport", str(self.transport).lower())
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(f"Unknown transport: {self.transport!r}. Must be one of: {', '.join(_TRANSPORTS)}")
+        if self.transport != "stdio":
+            if not self.host:
+                raise ValueError("Host must not be empty")
+            if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
+                raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
+        if self.log_level is not None:
+            if str(self.log_level).upper() not in _LOG_LEVELS:
+                raise ValueError(f"Unknown log level: {self.log_level!r}. Must be one of: {', '.join(_LOG_LEVELS)}")
+            object.__setattr__(self, "log_level", self.log_level.upper())
+        if self.tool_names not in _TOOL_NAMES:
+            raise ValueError(f"Unknown tool_names: {self.tool_names!r}. Must be one of: {', '.join(_TOOL_NAMES)}")
+        if self.approval not in _APPROVALS and not isinstance(self.approval, ApprovalHandler):
+            raise ValueError(
+                f"Unknown approval: {self.approval!r}. Must be one of: {', '.join(_APPROVALS)}, or an ApprovalHandler"
+            )
+        for name in ("on_startup", "on_shutdown"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be callable or None, got {type(getattr(self, name)).__name__}")
+        if self.allowed_hosts is not None:
+            _check_texts("allowed_hosts", self.allowed_hosts)
+        if self.dynamic and importlib.util.find_spec("watchdog") is None:
+            raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
+
+    @property
+    def registry(self) -> Registry:
+        source = self.registry_or_executor
+        return source if isinstance(source, Registry) else source.registry
+
+    def executor(self, catalog: _ToolCatalog) -> Executor:
+        """The Executor that was given, or one made for the registry; with the approval handler that is asked for."""
+        handler = _UserApproval(self.approval, catalog) if isinstance(self.approval, str) else self.approval
+        source = self.registry_or_executor
+        if isinstance(source, Registry):
+            return Executor(source, approval_handler=None if self.approval == "off" else handler)
+        if self.approval != "off" and not source.governance_state().approval_handler_configured:
+            source.set_approval_handler(handler)
+        return source
+
+    def hosts(self) -> list[str]:
+        """Host headers to accept; none means any."""
+        if self.allowed_hosts:
+            return self.allowed_hosts
+        if self.host not in (*_LOOPBACK, "::1") and not self.host.startswith("127."):
+            return []
+        return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
+
+
+def _check_text(name: str, value: object, longest: int | None = None) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} must not be empty")
+    if longest is not None and len(value) > longest:
+        raise ValueError(f"{name} must not exceed {longest} characters")
+
+
+def _check_texts(name: str, values: object) -> None:
+    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
+        raise TypeError(f"{name} must be a list of strings, got {values!r}")
+
+
+def _check_filters(tags: list[str] | None, prefix: str | None) -> None:
+    if tags is not None:
+        _check_texts("tags", tags)
+        if not all(tags):
+            raise ValueError("Tag values must not be empty")
+    if prefix is not None:
+        _check_text("prefix", prefix)
+
+
+# ---- Doors ----
+
+
+def to_openai_tools(
+    registry_or_executor: Registry | Executor,
+    *,
+    embed_annotations: bool = False,
+    strict: bool = False,
+    tags: list[str] | None = None,
+    prefix: str | None = None,
+) -> list[dict[str, Any]]:
+    """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
+
+        [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
+
+    `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
+    `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
+    logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules. A module that cannot be converted is
+    left out with a WARNING. Needs neither the `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
+    Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
+    """
+    registry = _registry_of(registry_or_executor)
+    _check_filters(tags, prefix)
+    catalog = _ToolCatalog(registry, tags=tags, prefix=prefix, redact_output=False)
+    catalog.close()
+    tools = []
+    for tool in catalog.tools.values():
+        suffix = _description_suffix(tool.descriptor.annotations) if embed_annotations else ""
+        function: dict[str, Any] = {
+            "name": _function_name(tool.module_id),
+            "description": tool.descriptor.description + suffix,
+            "parameters": _plain(tool.input_schema),
+        }
+        if strict:
+            function["parameters"] = _to_strict(function["parameters"])
+            function["strict"] = True
+            _warn_of_strict(tool, function["parameters"])
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _exports(
+    registry: Registry, form: str, *, tags: list[str] | None = None, prefix: str | None = None
+) -> list[dict[str, Any]]:
+    """What `--export` prints: the tools of `tools/list` ("mcp"), or OpenAI's ("openai", "openai-strict")."""
+    if form != "mcp":
+        return to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix)
+    _check_filters(tags, prefix)
+    catalog = _ToolCatalog(registry, tags=tags, prefix=prefix, redact_output=True)
+    catalog.close()
+    return catalog.listing(portable=False)
+
+
+def _discover(directory: str) -> Registry:
+    """A registry of the modules below `directory`, and of what its `*.binding.yaml` files bind.
+
+    A file that cannot be loaded is left out with a WARNING, one that ends in SystemExit included.
+    """
+    hostile: set[Path] = set()
+    importing = Path()
+
+    def approve(path: Path) -> None:
+        nonlocal importing
+        importing = path
+        if path in hostile:
+            raise ImportError("it tried to end the process")
+
+    while True:
+        registry = Registry(extensions_dir=directory, pre_approval_hook=approve)
+        try:
+            registry.discover()
+            break
+        except (SystemExit, KeyboardInterrupt):
+            if importing in hostile:
+                raise
+            hostile.add(importing)
+    for path in sorted(Path(directory).rglob("*.binding.yaml")):
+        if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
+            sys.path.append(str(path.parent))
+        try:
+            BindingLoader().load_bindings(str(path), registry)
+        except (Exception, SystemExit) as error:  # one bad file never takes the others down
+            logger.warning("Bindings %s are left out: %s", path, error)
+    return registry
+
+
+def _registry_of(registry_or_executor: Registry | Executor) -> Registry:
+    return _Options(registry_or_executor).registry
+
+
+def _warn_of_strict(tool: _Tool, strict: JSONSchema) -> None:
+    """Name what strict mode takes away from a module, and what OpenAI refuses of the rest."""
+    open_objects = False
+
+    def look(node: JSONSchema) -> JSONSchema:
+        nonlocal open_objects
+        open_objects = open_objects or node.get("additionalProperties", False) is not False
+        return _map_subschemas(node, look)
+
+    look(tool.input_schema)
+    if open_objects:
+        logger.warning(
+            "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode",
+            tool.module_id,
+        )
+    if refused := detect_openai_strict_incompatibilities(strict):
+        logger.warning(
+            "Schema for module '%s' is incompatible with OpenAI's strict mode: %s", tool.module_id, ", ".join(refused)
+        )
+
+
+def from_openai_call(
+    registry_or_executor: Registry | Executor, name: str, arguments: str | dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Turn the call a model sent back into a module id and inputs that module accepts.
+
+    `name` is the function name as the model sent it, `arguments` the JSON text or dict next to it.
+
+        >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
+        ('image.resize', {'width': 800})
+
+    Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
+    at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
+    Source: design F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
+    ValueError when `arguments` is no JSON object, or for a shortened name that no module has.
+    """
+    registry = _registry_of(registry_or_executor)
+    module_id = from_openai_name(name, registry)
+    inputs: Any = arguments
+    if isinstance(arguments, str):
+        try:
+            inputs = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
+    if not isinstance(inputs, dict):
+        raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
+    descriptor = registry.get_definition(module_id)
+    return module_id, inputs if descriptor is None else _drop_nulls(inputs, _input_schema(descriptor))
+
+
+def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
+    """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
+
+    def decorate(enter: Callable[[_Options], T]) -> Callable[P, T]:
+        @functools.wraps(enter)
+        def door(*args: P.args, **kwargs: P.kwargs) -> T:
+            return enter(options(*args, **kwargs))
+
+        returns = inspect.signature(enter).return_annotation
+        cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
+        return door
+
+    return decorate
+
+
+def _set_log_level(options: _Options) -> None:
+    if options.log_level is not None:
+        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
+        logging.basicConfig()
+        logger.setLevel(options.log_level)
+
+
+async def _call_back(callback: Callable[[], Any] | None) -> None:
+    if callback is not None and inspect.isawaitable(result := callback()):
+        await result
+
+
+def _announce_start(bridge: _Bridge) -> None:
+    options, count = bridge.options, len(bridge.catalog.tools)
+    if not count:
+        logger.warning("No modules registered; server starting with zero tools")
+    if options.transport == "sse":
+        logger.warning("SSE transport is deprecated; use streamable-http instead")
+    logger.info("apcore-mcp server started: %d tools registered, transport=%s", count, options.transport)
+
+
+async def _shut_down(bridge: _Bridge) -> None:
+    try:
+        await _call_back(bridge.options.on_shutdown)
+    except Exception:  # the server ends all the same, and in order
+        logger.exception("on_shutdown failed")
+    bridge.closing = True
+    await bridge.finish()
+
+
+async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:
+    """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
+    async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
+        _announce_start(bridge)
+        await _call_back(options.on_startup)
+        started()
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            await _shut_down(bridge)
+        if running.done() and not running.cancelled():
+            running.result()  # an error that ended the transport is the caller's to see
+
+
+class _WorkerThreads(ThreadPoolExecutor):
+    """Threads for sync modules: many, so that slow ones leave room, and daemons, so that one which never returns does
+    not keep the process. At most `limit`; more calls wait for one to be free.
+    """
+
+    def __init__(self, limit: int = 256) -> None:
+        super().__init__(limit)
+        self._limit = limit
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(0)
+        self._started = 0
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        if not self._free.acquire(blocking=False) and self._started < self._limit:
+            self._started += 1
+            threading.Thread(target=self._work, name=f"apcore-mcp-{self._started}", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            future, work = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - SystemExit included: the module's, not this thread's
+                    future.set_exception(error)
+            del future, work, call
+            self._free.release()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for _ in range(self._started):
+            self._calls.put(None)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `stop`; a second one ends the process as if nobody had asked. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _block(options: _Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> None:
+    """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
+    _set_log_level(options)
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_WorkerThreads())
+    stop = asyncio.Event()
+
+    def stop_from_any_thread() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop
+            loop.call_soon_threadsafe(stop.set)
+
+    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread)))
+    try:
+        with _stopped_by_signals(stop_from_any_thread):
+            while not life.done():
+                try:
+                    loop.run_until_complete(life)
+                except (SystemExit, KeyboardInterrupt) as error:
+                    # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
+                    if life.done():
+                        raise
+                    logger.error("A module raised %s; the server goes on", type(error).__name__)
+    finally:
+        _close(loop)
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """Close `loop` as `asyncio.run` does, but without waiting for a task or a thread that does not want to end."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@_door(_Options)
+@contextlib.asynccontextmanager
+async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
+    """Serve from inside an asyncio program: an async context manager that yields a Starlette app, already working.
+
+        async with async_serve(registry) as app:
+            fastapi_app.mount("/tools", app)      # its MCP endpoint is then /tools/mcp
+
+    Mount the app or run it under any ASGI server; it needs no lifespan of its own. `transport` "sse" gives `/sse` and
+    `/messages/`, anything else `/mcp`. `host` and `port` are not listened on, but decide with `allowed_hosts` which
+    Host headers are accepted: name the public ones. All other options are those of `serve()`, and so are the errors.
+    """
+    if options.transport == "stdio":
+        options = dataclasses.replace(options, transport="streamable-http")
+    _set_log_level(options)
+    async with _Bridge(options) as bridge, _http_app(bridge) as app:
+        _announce_start(bridge)
+        await _call_back(options.on_startup)
+        try:
+            yield app
+        finally:
+            await _shut_down(bridge)
+
+
+class MCPServer:
+    """A server in a thread of its own, beside the rest of a program: `MCPServer(registry, transport=..., port=...)`.
+
+    Takes the options of `serve()` and checks them at once. Every method may be called from any thread, and a server
+    that has ended can be started again. Source: tech design 6.10.
+    """
+
+    def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
+        self._options = _Options(registry_or_executor, **options)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Return once the server accepts clients; nothing happens when it does already.
+
+        Raises what keeps it from starting, as `serve()` would: OSError for a port in use, what `on_startup` raised.
+        """
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                if self._stop is not None:
+                    return
+                self._thread.join()
+            started: Future[Callable[[], None]] = Future()
+            self._thread = threading.Thread(target=self._live, args=(started,), name="apcore-mcp", daemon=True)
+            self._thread.start()
+            self._stop = started.result()
+
+    def _live(self, started: Future[Callable[[], None]]) -> None:
+        try:
+            _block(self._options, started.set_result)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the thread that called start()
+            if started.done():
+                logger.exception("Server ended with an error")
+            else:
+                started.set_exception(error)
+
+    def stop(self) -> None:
+        """Ask the server to end, and return at once; running calls are given 5 seconds."""
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+
+    def wait(self) -> None:
+        """Block until the server has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+@_door(_Options)
+def serve(options: _Options) -> None:
+    """Serve every module of a Registry (or of an Executor's) as an MCP tool, until the server is told to end.
+
+        registry = Registry(extensions_dir="./extensions")
+        registry.discover()
+        serve(registry)                                           # stdio, for a client that starts this program
+        serve(registry, transport="streamable-http", port=8000)   # http://127.0.0.1:8000/mcp
+
+    Give an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
+    SIGTERM, or when a stdio client has gone, with running calls given 5 seconds. `on_startup` runs once clients are
+    accepted, `on_shutdown` before they no longer are; both may be coroutine functions.
+
+    Nothing is started before every option is checked: TypeError for something that is neither Registry nor Executor or
+    has the wrong type, ValueError for a value that is not allowed (the message says what is), OSError for a port in
+    use. RuntimeError inside a running event loop: there, use `async_serve()`. `apcore-mcp --help` describes each
+    option. Source: SRS FR-SERVER-001 to -011.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _block(options)
+    raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")

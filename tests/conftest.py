@@ -1,0 +1,171 @@
+"""What the tests share: real registries, a real server behind a real socket or pipe, and the SDK's own client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apcore import Executor, Registry
+from apcore_mcp import MCPServer
+from mcp import StdioServerParameters
+from mcp.client import Client
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTENSIONS = ROOT / "examples" / "extensions"
+HANDSHAKE, MODERN = "legacy", "2026-07-28"
+"""The two protocol eras, as the SDK's client names its modes."""
+
+ANYTHING: dict[str, Any] = {"type": "object"}
+
+
+class FunctionalModule:
+    """A module made of a function `(inputs, context) -> dict`, with dict schemas that accept any object by default."""
+
+    def __init__(self, execute: Callable[..., Any], **attributes: Any) -> None:
+        self.execute = execute
+        self.input_schema: Any = ANYTHING
+        self.output_schema: Any = ANYTHING
+        self.description = "A module of a test"
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def registry_of(modules: Mapping[str, Any] | None = None) -> Registry:
+    """A registry of modules by id; a plain function becomes a module that accepts and returns any object."""
+    registry = Registry()
+    for module_id, module in (modules or {}).items():
+        registry.register(module_id, module if hasattr(module, "execute") else FunctionalModule(module))
+    return registry
+
+
+def echo(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return dict(inputs)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(source: Registry | Executor, **options: Any) -> Iterator[str]:
+    """A server in a thread, on a free port; yields its base URL, and has ended when the context has."""
+    port = free_port()
+    server = MCPServer(source, **{"transport": "streamable-http", "port": port, **options})
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop()
+        server.wait()
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    modules: Mapping[str, Any] | Registry | Executor, *, mode: str = MODERN, client: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Client]:
+    """The SDK's client, connected over streamable HTTP to a server of `modules` with `options`.
+
+    `client` holds further arguments of `Client` (callbacks, `client_info`).
+    """
+    source = modules if isinstance(modules, Registry | Executor) else registry_of(modules)
+    with serving(source, **options) as url:
+        async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30, **(client or {})) as connected:
+            yield connected
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line that serves the examples, with `arguments` behind it."""
+    return [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(EXTENSIONS), *arguments]
+
+
+def stdio_parameters(*arguments: str) -> StdioServerParameters:
+    """What the SDK's client needs to start the examples' server as a subprocess."""
+    program, *rest = command(*arguments)
+    return StdioServerParameters(command=program, args=rest, cwd=str(ROOT), env=dict(os.environ))
+
+
+class RawClient:
+    """A JSON-RPC client that writes lines to a subprocess and reads lines from it, and knows nothing of MCP."""
+
+    def __init__(self, arguments: list[str], **popen: Any) -> None:
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **popen
+        )
+        self._next_id = 0
+
+    def send_line(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def send(self, method: str, params: dict[str, Any] | None = None, *, notify: bool = False) -> int:
+        """Send a request (its id is returned) or a notification."""
+        message: dict[str, Any] = {"jsonrpc": "2.0", "method": method}
+        if params is not None:
+            message["params"] = params
+        if not notify:
+            self._next_id += 1
+            message["id"] = self._next_id
+        self.send_line(json.dumps(message).encode())
+        return self._next_id
+
+    def receive(self) -> dict[str, Any]:
+        """The next line as JSON; the test's own timeout is the limit. Fails at the end of the stream."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the server closed stdout"
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def request(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request and return the response with its id; notifications in between are dropped."""
+        request_id = self.send(method, params)
+        while True:
+            message = self.receive()
+            if message.get("id") == request_id and "method" not in message:
+                return message
+
+    def initialize(self, name: str = "raw", version: str = "2025-11-25", **capabilities: Any) -> dict[str, Any]:
+        """Do the handshake; returns the `initialize` response."""
+        response = self.request(
+            "initialize",
+            {
+                "protocolVersion": version,
+                "capabilities": capabilities,
+                "clientInfo": {"name": name, "version": "1"},
+            },
+        )
+        self.send("notifications/initialized", notify=True)
+        return response
+
+    def end(self) -> tuple[int, bytes]:
+        """Close stdin and wait; the exit status and what went to stderr."""
+        _, stderr = self.process.communicate(timeout=30)
+        return self.process.returncode, stderr
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=[HANDSHAKE, MODERN], ids=["handshake", "2026-07-28"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Both protocol eras, one after the other."""
+    return str(request.param)
+
+
