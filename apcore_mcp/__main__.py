@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not export:
                 serve(registry, **options)
                 return 0
-            exported = _exports(registry, export, tags=options["tags"], prefix=options["prefix"])
+            exported = _exports(_Options(registry, **options), export)
     except (TypeError, ValueError, ImportError) as error:
         return _fail(str(error), 1)
     except (OSError, RuntimeError) as error:

@@ -12,7 +12,7 @@ The file reads top to bottom; each room uses only what stands above it, and `gre
     HTTP         the Starlette app and the guard before it
     stdio        pipes, and who owns the standard streams
     Options      every option of `serve()`, once
-    Doors        `to_openai_tools`, `from_openai_call`, `async_serve`, `MCPServer`, `serve`
+    Doors        OpenAI's, the command line's, and `async_serve`, `MCPServer`, `serve`
 
 Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
 takes the others down. What a client is told contains no traceback, path, class name, caller or sensitive value. Nothing
@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from urllib.parse import unquote
 
+from anyio import EndOfStream
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.cancel import CancelToken
@@ -58,7 +59,6 @@ from apcore.pipeline import PipelineStepError
 from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE, redact_sensitive
-from anyio import EndOfStream
 from jsonschema import Draft202012Validator
 from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
@@ -69,26 +69,14 @@ from . import __version__
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
-    from mcp.server.lowlevel import Server
     from mcp.server.session import ServerSession
     from mcp.server.sse import SseServerTransport
     from mcp.shared.message import SessionMessage
-    from mcp_types import CallToolRequestParams, PaginatedRequestParams
+    from mcp_types import CallToolRequestParams, ElicitResult, PaginatedRequestParams
     from starlette.applications import Starlette
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = [
-    "MCP_ELICIT_KEY",
-    "MCP_PROGRESS_KEY",
-    "MCPServer",
-    "async_serve",
-    "elicit",
-    "from_openai_call",
-    "from_openai_name",
-    "report_progress",
-    "serve",
-    "to_openai_tools",
-]
+    RequestContext = ServerRequestContext[Any, Any]
 
 logger = logging.getLogger("apcore_mcp")
 
@@ -106,12 +94,11 @@ T = TypeVar("T")
 
 # Which keywords of a schema hold schemas (JSON Schema 2020-12, and draft 7's for older modules). What stands under any
 # other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
-_SCHEMA_MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas $defs definitions".split())
 _SCHEMA_PLACES = frozenset(
-    "items prefixItems additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
-    " contentSchema anyOf oneOf allOf not if then else".split()
+    "items prefixItems additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties"
+    " propertyNames contentSchema anyOf oneOf allOf not if then else".split()
 )
-_DEFINITIONS = ("$defs", "definitions")
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
@@ -135,8 +122,12 @@ def _last_step(ref: str) -> str:
     return unquote(ref).rsplit("/", 1)[-1]
 
 
+def _is_annotation(keyword: str) -> bool:
+    return keyword in _ANNOTATION_KEYWORDS or keyword.startswith("x-")
+
+
 class _SchemaConverter:
-    """Write what each `$ref` of one schema points at in its place: `{"$ref": "#/$defs/Size"}` becomes the size's schema.
+    """Write what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
 
     The result accepts exactly what the schema accepts. It is refused with ValueError for a reference to itself, one
     more than 32 references deep and one of more than 50,000 nodes; with KeyError for a reference to nothing.
@@ -144,18 +135,15 @@ class _SchemaConverter:
 
     def __init__(self, schema: JSONSchema) -> None:
         self._schema = schema
+        self._resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
         self._nodes = 0
         self._open = ["#"]  # the references being written out, outermost first
 
-    @functools.cached_property
-    def _resolver(self) -> Any:
-        resource = DRAFT202012.create_resource(self._schema)
-        return SchemaResources().with_resource("", resource).resolver()
-
     def inline(self) -> JSONSchema:
         """Return the schema without references and without the root's definitions. Source: SRS FR-SCHEMA-002."""
+        root = {key: value for key, value in self._schema.items() if key not in ("$defs", "definitions")}
         try:
-            return self._visit({key: value for key, value in self._schema.items() if key not in _DEFINITIONS})
+            return self._visit(root)
         except RecursionError:
             raise ValueError("Schema is nested too deeply") from None
 
@@ -163,17 +151,13 @@ class _SchemaConverter:
         self._nodes += 1
         if self._nodes > _NODES_MAX:
             raise ValueError(f"Schema has more than {_NODES_MAX} nodes when its references are written out")
-        if "$dynamicRef" in node:
-            raise ValueError("$dynamicRef cannot be written out; use $ref")
         result = _map_subschemas(node, self._visit)
         if isinstance(result.get("discriminator"), dict):  # its mapping names definitions that are gone
             result["discriminator"] = {k: v for k, v in result["discriminator"].items() if k != "mapping"}
-        ref = result.get("$ref")
-        if not isinstance(ref, str):
+        if not isinstance(result.get("$ref"), str):
             return result
-        del result["$ref"]
-        target = self._target(ref)
-        if all(key in _ANNOTATION_KEYWORDS or key.startswith("x-") for key in result):
+        target = self._target(result.pop("$ref"))
+        if all(map(_is_annotation, result)):
             return {**target, **result}
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
@@ -201,13 +185,18 @@ def _plain(value: Any) -> Any:
     return from_json(to_json(value), allow_inf_nan=False)
 
 
+def _types(schema: JSONSchema) -> list[str]:
+    types = schema.get("type", ())
+    return [types] if isinstance(types, str) else list(types)
+
+
 def _admits_object(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
-    types = schema.get("type", "object")
+    unions = (schema[keyword] for keyword in ("anyOf", "oneOf") if keyword in schema)
     return (
-        "object" in ([types] if isinstance(types, str) else types)
-        and all(any(map(_admits_object, schema[key])) for key in ("anyOf", "oneOf") if key in schema)
+        "object" in (_types(schema) or ["object"])
+        and all(any(map(_admits_object, union)) for union in unions)
         and all(map(_admits_object, schema.get("allOf", ())))
     )
 
@@ -218,9 +207,7 @@ def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
     `{}` becomes `{"type": "object", "properties": {}}`; a union of objects gets `"type": "object"` beside it.
     ValueError or KeyError for a schema that cannot be converted, or whose root is not an object.
     """
-    schema = _SchemaConverter(descriptor.input_schema).inline()
-    if not schema:
-        return {"type": "object", "properties": {}}
+    schema = _SchemaConverter(descriptor.input_schema).inline() or {"properties": {}}
     if not _admits_object(schema):
         raise ValueError(f"Input schema must describe an object, got type {schema.get('type')!r}")
     return cast(JSONSchema, _plain({**schema, "type": "object"}))
@@ -232,8 +219,6 @@ def _output_schema(descriptor: ModuleDescriptor, *, redact: bool) -> JSONSchema:
     With `redact`, a field marked `x-sensitive` also admits the text that stands in for its value.
     """
     schema = _SchemaConverter(descriptor.output_schema).inline()
-    if not schema or not _admits_object(schema):
-        return {}
 
     def as_sent(node: JSONSchema) -> JSONSchema:
         node = _map_subschemas(node, as_sent)
@@ -242,14 +227,26 @@ def _output_schema(descriptor: ModuleDescriptor, *, redact: bool) -> JSONSchema:
         if node.get("format") in ("date-time", "time", "duration"):
             del node["format"]
         if redact and node.get("x-sensitive") is True:
-            said = {key: node.pop(key) for key in list(node) if key in _ANNOTATION_KEYWORDS or key.startswith("x-")}
+            said = {keyword: node.pop(keyword) for keyword in list(node) if _is_annotation(keyword)}
             node = {**said, "anyOf": [node, {"const": REDACTED_VALUE}]}
         return node
 
-    return cast(JSONSchema, _plain({**as_sent(schema), "type": "object"}))
+    return _plain({**as_sent(schema), "type": "object"}) if schema and _admits_object(schema) else {}
 
 
-_STRICT_DROPS = frozenset({"title", "default", "examples", "discriminator", "$schema", "$id", "$comment"})
+def _marks_sensitive(schema: JSONSchema) -> bool:
+    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
+    marks = [schema.get("x-sensitive") is True]
+
+    def look(node: JSONSchema) -> JSONSchema:
+        marks.append(_marks_sensitive(node))
+        return node
+
+    _map_subschemas(schema, look)
+    return any(marks)
+
+
+_STRICT_DROPS = frozenset("title default examples discriminator $schema $id $comment".split())
 
 
 def _to_strict(schema: JSONSchema) -> JSONSchema:
@@ -258,15 +255,9 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
     """
-    strict = {
-        key: value
-        for key, value in _map_subschemas(schema, _to_strict).items()
-        if key not in _STRICT_DROPS and not key.startswith("x-")
-    }
-    types = schema.get("type", ())
-    if "properties" in schema or "object" in ([types] if isinstance(types, str) else types):
-        required = schema.get("required", ())
-        properties = strict.get("properties", {})
+    strict = {k: v for k, v in _map_subschemas(schema, _to_strict).items() if k not in _STRICT_DROPS and k[:2] != "x-"}
+    if "properties" in schema or "object" in _types(schema):
+        required, properties = schema.get("required", ()), strict.get("properties", {})
         strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
         strict["required"] = sorted(properties)
         strict["additionalProperties"] = False
@@ -275,22 +266,20 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
 
 def _nullable(schema: Any) -> Any:
     """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
-    null = {"type": "null"}
-    if not isinstance(schema, dict) or _is_valid(None, schema):
+    if _is_valid(None, schema):
         return schema
-    if schema.keys() & {"allOf", "oneOf", "not", "if"} or schema.keys() >= {"type", "anyOf"}:
-        return {"anyOf": [schema, null]}
+    if not isinstance(schema, dict) or schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if"}:
+        alone = isinstance(schema, dict) and schema.keys() <= {"anyOf", "description"}
+        return {**schema, "anyOf": [*schema["anyOf"], _NULL]} if alone else {"anyOf": [schema, _NULL]}
     result = dict(schema)
-    if "anyOf" in result:
-        result["anyOf"] = [*result["anyOf"], null]
-    if "const" in result:
-        result["enum"] = [result.pop("const")]
-    if "enum" in result:
-        result["enum"] = [*result["enum"], None]
+    if choices := [result.pop("const")] if "const" in result else result.get("enum"):
+        result["enum"] = [*choices, None]
     if "type" in result:
-        types = result["type"]
-        result["type"] = [*([types] if isinstance(types, str) else types), "null"]
+        result["type"] = [*_types(result), "null"]
     return result
+
+
+_NULL = {"type": "null"}
 
 
 def _is_valid(value: Any, schema: Any) -> bool:
@@ -316,51 +305,17 @@ def _drop_nulls(value: Any, schema: Any) -> Any:
     return {
         name: _drop_nulls(item, properties.get(name))
         for name, item in value.items()
-        if item is not None or name in required or name not in properties or _is_valid(None, properties[name])
+        if item is not None or name in required or _is_valid(None, properties.get(name, True))
     }
-
-
-def _marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
-    found = schema.get("x-sensitive") is True
-
-    def look(node: JSONSchema) -> JSONSchema:
-        nonlocal found
-        found = found or _marks_sensitive(node)
-        return node
-
-    _map_subschemas(schema, look)
-    return found
-
-
-def _views(schema: Any) -> Iterator[JSONSchema]:
-    """`schema` and every branch of it that may apply to the same value."""
-    if isinstance(schema, dict):
-        yield schema
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            for branch in schema.get(keyword, ()):
-                yield from _views(branch)
-
-
-def _step_into(schemas: Iterable[JSONSchema], step: str) -> list[JSONSchema]:
-    """The schemas of the property or item called `step` of a value that `schemas` describe."""
-    inner: list[Any] = []
-    for schema in schemas:
-        inner.append(schema.get("properties", {}).get(step) or schema.get("additionalProperties"))
-        inner.extend(schema.get("patternProperties", {}).values())
-        if step.isdecimal():
-            inner += [schema.get("items"), *schema.get("prefixItems", ())]
-    return [view for schema in inner for view in _views(schema)]
 
 
 # ---- Names: module ids to tool and function names, and back; pure ----
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
-# No segment of a module id starts with a digit, so a name that ends like this was shortened.
-_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")
+_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")  # no segment of a module id starts with a digit
 
-# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop's validator asks for
-# ^[a-zA-Z0-9_-]{1,64}$ ("claude-ai" is what it has sent in every handshake since 2024).
+# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
+# match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
 _CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
 
 
@@ -370,12 +325,6 @@ def _portable_name(module_id: str) -> str:
     if len(name) <= _NAME_MAX:
         return name
     return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
-
-
-def _function_name(module_id: str) -> str:
-    if "-" in module_id:
-        raise ValueError(f"Module id must not contain hyphens (they stand for dots in function names): {module_id!r}")
-    return _portable_name(module_id)
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
@@ -419,11 +368,8 @@ def _description_suffix(annotations: ModuleAnnotations | None) -> str:
 
     `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
     """
-    told = [
-        f"{name}={str(getattr(annotations, name)).lower()}"
-        for name in _SUFFIX_FIELDS
-        if annotations is not None and getattr(annotations, name) != getattr(_DEFAULT_ANNOTATIONS, name)
-    ]
+    values = {name: getattr(annotations or _DEFAULT_ANNOTATIONS, name) for name in _SUFFIX_FIELDS}
+    told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
     return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
 
 
@@ -434,72 +380,62 @@ def _description_suffix(annotations: ModuleAnnotations | None) -> str:
 class _Tool:
     """One listed module: everything about it that does not change from call to call."""
 
-    module_id: str
     descriptor: ModuleDescriptor
     input_schema: JSONSchema
     output_schema: JSONSchema  # as advertised; {} when none is
     redacts_output: bool
     has_sensitive_input: bool
 
-    @functools.cached_property
-    def portable_name(self) -> str:
-        return _portable_name(self.module_id)
+    @classmethod
+    def build(cls, descriptor: ModuleDescriptor, *, redact_output: bool) -> _Tool:
+        """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
+        input_schema, output_schema = _input_schema(descriptor), _output_schema(descriptor, redact=redact_output)
+        redacts = redact_output and _marks_sensitive(descriptor.output_schema)
+        tool = cls(descriptor, input_schema, output_schema, redacts, _marks_sensitive(input_schema))
+        _plain(tool.definition())  # one tool that JSON cannot say would break the whole list
+        return tool
+
+    @property
+    def module_id(self) -> str:
+        return self.descriptor.module_id
 
     @functools.cached_property
     def validator(self) -> Draft202012Validator:
         return Draft202012Validator(self.input_schema)
 
     @functools.cached_property
-    def streams(self) -> bool:
-        return self.descriptor.annotations is not None and self.descriptor.annotations.streaming
+    def annotations(self) -> ModuleAnnotations:
+        return self.descriptor.annotations or _DEFAULT_ANNOTATIONS
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        descriptor = self.descriptor
-        annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
-        tool: dict[str, Any] = {
-            "name": self.portable_name if portable else self.module_id,
+        descriptor, annotations = self.descriptor, self.annotations
+        flags = ("requires_approval", "streaming", "cacheable", "paginated")
+        return {
+            "name": _portable_name(self.module_id) if portable else self.module_id,
+            **({"title": descriptor.name} if descriptor.name else {}),
             "description": descriptor.description,
             "inputSchema": self.input_schema,
-            "annotations": _hints(descriptor.annotations),
+            **({"outputSchema": self.output_schema} if self.output_schema else {}),
+            "annotations": _hints(annotations),
             "_meta": {
-                "apcore/requires_approval": annotations.requires_approval,
-                "apcore/streaming": annotations.streaming,
-                "apcore/cacheable": annotations.cacheable,
-                "apcore/paginated": annotations.paginated,
+                **{f"apcore/{flag}": getattr(annotations, flag) for flag in flags},
                 "apcore/version": descriptor.version,
                 "apcore/tags": descriptor.tags,
             },
         }
-        if descriptor.name:
-            tool["title"] = descriptor.name
-        if self.output_schema:
-            tool["outputSchema"] = self.output_schema
-        return tool
-
-    def redacted_output(self, output: Any) -> Any:
-        """`output`, as plain JSON, with `***REDACTED***` for each field the module's schema marks `x-sensitive`."""
-        # apcore's default keys would also blank innocent ones by substring ("author", "tokens_used").
-        return redact_sensitive(output, self.descriptor.output_schema, sensitive_keys=[])
-
-
-def _build_tool(descriptor: ModuleDescriptor, *, redact_output: bool) -> _Tool:
-    """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
-    input_schema = _input_schema(descriptor)
-    tool = _Tool(
-        module_id=descriptor.module_id,
-        descriptor=descriptor,
-        input_schema=input_schema,
-        output_schema=_output_schema(descriptor, redact=redact_output),
-        redacts_output=redact_output and _marks_sensitive(descriptor.output_schema),
-        has_sensitive_input=_marks_sensitive(input_schema),
-    )
-    _plain(tool.definition())  # one tool that JSON cannot say would break the whole list
-    return tool
 
 
 def _to_text(value: Any) -> str:
     return to_json(value, fallback=str, bytes_mode="base64").decode()
+
+
+def _redact(value: Any, schema: JSONSchema) -> Any:
+    """`value`, plain JSON, with `***REDACTED***` for what `schema` marks `x-sensitive`, and for nothing else.
+
+    apcore's default keys would also blank innocent ones by substring ("author", "tokens_used").
+    """
+    return redact_sensitive(value, schema, sensitive_keys=[])
 
 
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
@@ -512,7 +448,7 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
         text = _to_text({} if output is None else output)
         value = from_json(text, allow_inf_nan=False)
         if tool.redacts_output:
-            value = tool.redacted_output(value)
+            value = _redact(value, tool.descriptor.output_schema)
             text = _to_text(value)
     except Exception:  # a module's own __str__ may raise anything
         raise ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON") from None
@@ -532,17 +468,10 @@ def _failure(text: str, code: str, details: dict[str, Any] | None = None, error:
     No `structuredContent`: the TypeScript client would hold it against the output schema.
     """
     report: dict[str, Any] = {"status": "failure", "error_type": code, "error_message": text}
-    if details:
-        report["error_details"] = details
-    for flag in ("retryable", "user_fixable"):
-        if getattr(error, flag, None) is not None:
-            report[flag] = getattr(error, flag)
-    return {
-        "content": [{"type": "text", "text": text}],
-        "isError": True,
-        "resultType": "complete",
-        "_meta": {"apcore-mcp/error": report},
-    }
+    flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
+    report |= {key: value for key, value in {"error_details": details or None, **flags}.items() if value is not None}
+    content = [{"type": "text", "text": text}]
+    return {"content": content, "isError": True, "resultType": "complete", "_meta": {"apcore-mcp/error": report}}
 
 
 # What a client is told, by apcore's error code (SRS 7.5). Any other code: "Module error: {code}".
@@ -574,29 +503,36 @@ class _ErrorMapper:
 
     def to_result(self, error: BaseException) -> dict[str, Any]:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
-        cause = error.cause if isinstance(error, ModuleExecuteError) else None
-        if not isinstance(error, ModuleError) or (cause is not None and not isinstance(cause, ModuleError)):
-            self._log_unexpected(cause or error)
-            code = error.code if isinstance(error, ModuleError) else "GENERAL_INTERNAL_ERROR"
-            return _failure("Internal error occurred", code)
-        text, details = self._sentence(error)
+        code, cause = "GENERAL_INTERNAL_ERROR", error
+        if isinstance(error, ModuleError):
+            code, cause = error.code, error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
+        if not isinstance(error, ModuleError) or not isinstance(cause, ModuleError):
+            return self._unexpected(cause, code)
+        if isinstance(error, SchemaValidationError):
+            text, details = self._validation(error)
+        else:
+            facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": self._masked(error.message)}
+            text = _SENTENCES.get(code, f"Module error: {code}").format_map(facts)
+            details = {"timeout_ms": facts["timeout_ms"]} if code == "MODULE_TIMEOUT" else {}
         logger.error("Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__, text)
-        return _failure(text, error.code, details, error)
+        return _failure(text, code, details, error)
 
     def invalid_arguments(self) -> dict[str, Any] | None:
         """The result for arguments that the advertised schema refuses, or None when it takes them."""
         errors = [
-            {"path": "".join(f"/{step}" for step in e.absolute_path), "keyword": e.validator, "message": e.message}
+            {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
             for e in self._tool.validator.iter_errors(self._arguments)
         ]
         return self.to_result(SchemaValidationError(errors=errors)) if errors else None
 
-    def _sentence(self, error: ModuleError) -> tuple[str, dict[str, Any]]:
-        if isinstance(error, SchemaValidationError):
-            return self._validation(error)
-        facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": self._masked(error.message)}
-        details = {"timeout_ms": facts["timeout_ms"]} if error.code == "MODULE_TIMEOUT" else {}
-        return _SENTENCES.get(error.code, f"Module error: {error.code}").format_map(facts), details
+    def _unexpected(self, error: BaseException, code: str) -> dict[str, Any]:
+        told = (self._tool.module_id, type(error).__name__, self._masked(str(error)))
+        if self._secrets:
+            trace = self._masked("".join(traceback.format_exception(error)))
+            logger.error("Tool call error: %s - %s: %s\n%s", *told, trace)
+        else:
+            logger.error("Tool call error: %s - %s: %s", *told, exc_info=error)
+        return _failure("Internal error occurred", code)
 
     def _validation(self, error: SchemaValidationError) -> tuple[str, dict[str, Any]]:
         if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
@@ -606,99 +542,64 @@ class _ErrorMapper:
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
         step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
         if step == "output_validation" or error.message.startswith("Output"):
-            fields = [_field_and_code(e) for e in raw]
-            lines = [f"- {'.'.join(path) or '(root)'} ({code})" for path, code in fields]
-            return "\n".join(["Output validation failed:", *lines]), {
-                "errors": [{"field": ".".join(path), "code": code} for path, code in fields]
-            }
+            errors = [{"field": ".".join(path), "code": code} for path, code in map(_place_and_code, raw)]
+            lines = [f"- {e['field'] or '(root)'} ({e['code']})" for e in errors]
+            return "\n".join(["Output validation failed:", *lines]), {"errors": errors}
         errors = self._input_errors(raw)
         lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
-        text = "\n".join(["Input validation failed:", *lines]) if lines else "Input validation failed"
-        return text, {"errors": errors} if errors else {}
+        return "\n".join(["Input validation failed" + ":" * bool(lines), *lines]), {"errors": errors} if errors else {}
 
     def _input_errors(self, raw: list[dict[str, Any]]) -> list[dict[str, str]]:
         """The errors as `{"field": "size.width", "code", "message"}`, with the names of missing fields filled in."""
         missing: dict[tuple[str, ...], Iterator[str]] = {}
+        for e in self._tool.validator.iter_errors(self._arguments):
+            if e.validator == "required":
+                absent = (name for name in e.validator_value if name not in e.instance)
+                missing.setdefault(tuple(map(str, e.absolute_path)), absent)
         errors = []
         for entry in raw:
-            path, code = _field_and_code(entry)
-            message = str(entry.get("message", ""))
+            path, code = _place_and_code(entry)
+            message = self._masked(str(entry.get("message", "")))
             if code == "required":
-                names = missing.setdefault(tuple(path), self._missing_names(path))
-                path = [*path, *([name] if (name := next(names, None)) else [])]
-            elif self._touches_sensitive(path):
+                path = [*path, *([name] if (name := next(missing.get(tuple(path), iter(())), None)) else [])]
+            elif self._tool.has_sensitive_input:  # a message may quote the value, or a part of it, or its parent's
                 message = "Value is not valid"
-            errors.append({"field": ".".join(path), "code": code, "message": self._masked(message)})
+            errors.append({"field": ".".join(path), "code": code, "message": message})
         return errors
 
-    def _missing_names(self, path: list[str]) -> Iterator[str]:
-        value: Any = self._arguments
-        schemas = list(_views(self._tool.input_schema))
-        for step in path:
-            schemas = _step_into(schemas, step)
-            value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
-        names = dict.fromkeys(name for schema in schemas for name in schema.get("required", ()))
-        return (name for name in names if not isinstance(value, dict) or name not in value)
-
-    def _touches_sensitive(self, path: list[str]) -> bool:
-        """Whether the value at `path` is sensitive, lies in one that is, or holds one that is: a message may quote it."""
-        if not self._tool.has_sensitive_input:
-            return False
-        schemas = list(_views(self._tool.input_schema))
-        for step in path:
-            schemas = _step_into(schemas, step)
-            if any(schema.get("x-sensitive") is True for schema in schemas):
-                return True
-        return any(map(_marks_sensitive, schemas))
-
     @functools.cached_property
-    def _secret_texts(self) -> list[str]:
+    def _secrets(self) -> list[str]:
+        """Every way in which a text may spell the sensitive values of this call, longest first."""
+
+        def leaves(value: Any, shown: Any) -> Iterator[str]:
+            if isinstance(value, dict | list):
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    yield from leaves(item, shown if shown == REDACTED_VALUE else shown[key])
+            elif shown == REDACTED_VALUE and value is not None and not isinstance(value, bool):
+                yield from (str(value), repr(value).strip("'\""), json.dumps(value).strip('"'))
+
         if not self._tool.has_sensitive_input:
             return []
-
-        def leaves(value: Any, shown: Any) -> Iterator[Any]:
-            if isinstance(value, dict):
-                for key, item in value.items():
-                    yield from leaves(item, shown[key] if isinstance(shown, dict) else shown)
-            elif isinstance(value, list):
-                for index, item in enumerate(value):
-                    yield from leaves(item, shown[index] if isinstance(shown, list) else shown)
-            elif shown == REDACTED_VALUE and value is not None and not isinstance(value, bool):
-                yield value
-
-        shown = redact_sensitive(self._arguments, self._tool.input_schema, sensitive_keys=[])
-        secret = list(leaves(self._arguments, shown))
-        texts = {form for s in secret for form in (str(s), repr(s).strip("'\""), json.dumps(s).strip('"')) if form}
-        return sorted(texts, key=len, reverse=True)
+        shown = _redact(self._arguments, self._tool.input_schema)
+        return sorted(filter(None, {*leaves(self._arguments, shown)}), key=len, reverse=True)
 
     def _masked(self, text: str) -> str:
-        for secret in self._secret_texts:
+        for secret in self._secrets:
             text = text.replace(secret, REDACTED_VALUE)
         return text
 
-    def _log_unexpected(self, error: BaseException) -> None:
-        told = (self._tool.module_id, type(error).__name__, self._masked(str(error)))
-        if not self._secret_texts:
-            logger.error("Tool call error: %s - %s: %s", *told, exc_info=error)
-            return
-        lines = self._masked("".join(traceback.format_exception(error)))
-        logger.error("Tool call error: %s - %s: %s\n%s", *told, lines)
 
-
-def _field_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
+def _place_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
     """Where and why, from any form in which apcore reports a validation error.
 
     `{"path": "/a/0", "keyword": "type"}`, `{"field": "a.0", "code": "int_type"}`, or the fields of a
     `SchemaValidationErrorDetail` (apcore 0.28 to 0.31: "/" for the root, the keyword called `constraint`).
     """
+    code = entry.get("code") or entry.get("keyword") or entry.get("constraint") or "invalid"
     if "field" in entry:
-        path = str(entry["field"]).split(".")
-    else:
-        steps = str(entry.get("path", "")).split("/")
-        path = [step.replace("~1", "/").replace("~0", "~") for step in steps[1:]]
-    return [step for step in path if step], str(
-        entry.get("code") or entry.get("keyword") or entry.get("constraint") or "invalid"
-    )
+        return [step for step in str(entry["field"]).split(".") if step], str(code)
+    steps = str(entry.get("path", "")).split("/")[1:]
+    return [step.replace("~1", "/").replace("~0", "~") for step in steps if step], str(code)
 
 
 # ---- Catalog: the registry as a list of tools that follows it; any thread ----
@@ -712,18 +613,20 @@ class _ToolCatalog:
     WARNING that names it. `on_change` is called on the thread of the event.
     """
 
-    def __init__(self, registry: Registry, *, tags: list[str] | None, prefix: str | None, redact_output: bool) -> None:
+    def __init__(
+        self, registry: Registry, tags: list[str] | None, prefix: str | None, *, redact_output: bool = True
+    ) -> None:
         self._registry = registry
-        self._filters = {"tags": tags or None, "prefix": prefix}
+        self._eligible = functools.partial(registry.list, tags=tags or None, prefix=prefix)
         self._redact_output = redact_output
         self._lock = threading.Lock()
-        self._tools: dict[str, _Tool] = {}
         self._by_name: dict[str, _Tool] = {}
         self._listings: dict[bool, list[dict[str, Any]]] = {}
+        self._tools: dict[str, _Tool] = {}
         self.on_change: Callable[[], None] = lambda: None
         for event in ("register", "unregister"):  # before the first look, or a module could slip in between
             registry.on(event, self._note_change)
-        self._changed = deque(registry.list(**self._filters))
+        self._changed = deque(self._eligible())
 
     def close(self) -> None:
         for event in ("register", "unregister"):
@@ -744,7 +647,7 @@ class _ToolCatalog:
         self._refresh()
         return self._by_name.get(name)
 
-    def listing(self, *, portable: bool) -> list[dict[str, Any]]:
+    def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
         """The tools as `tools/list` sends them; built once per change, so not to be written to."""
         self._refresh()
         listings = self._listings
@@ -756,24 +659,22 @@ class _ToolCatalog:
         if not self._changed:
             return
         with self._lock:
-            changed = set()
-            while self._changed:
-                changed.add(self._changed.popleft())
-            eligible = set(self._registry.list(**self._filters))
-            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
-            tools |= {module_id: tool for module_id in changed & eligible if (tool := self._build(module_id))}
-            self._tools = dict(sorted(tools.items()))
-            self._by_name = {t.portable_name: t for t in tools.values()} | tools
+            changed = {self._changed.popleft() for _ in range(len(self._changed))}
+            built = map(self._build, changed & {*self._eligible()})
+            kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
+            tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
+            self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
             self._listings = {}
+            self._tools = dict(sorted(tools.items()))
 
     def _build(self, module_id: str) -> _Tool | None:
         try:
             descriptor = self._registry.get_definition(module_id)
             if descriptor is None:
                 raise LookupError("it has no definition (unregistered meanwhile?)")
-            return _build_tool(descriptor, redact_output=self._redact_output)
+            return _Tool.build(descriptor, redact_output=self._redact_output)
         except Exception as error:  # one bad module never takes the others down
-            reason = f"missing definition {error}" if type(error) is KeyError else error
+            reason = f"definition {error} is missing" if type(error) is KeyError else error
             logger.warning("Module %s is left out: %s", module_id, reason)
             return None
 
@@ -806,10 +707,14 @@ async def elicit(
     return await ask(message, requested_schema, key) if ask else None
 
 
-_CALL_KEY = "_mcp_call"
-
 # From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
 _PARKING_VERSION = "2026-07-28"
+_CALL_KEY = "_mcp_call"
+
+
+def _can_elicit(session: ServerSession) -> bool:
+    declared = session.client_capabilities.elicitation if session.client_capabilities else None
+    return declared is not None and (declared.form is not None or declared.url is None)
 
 
 class _Call:
@@ -820,43 +725,37 @@ class _Call:
     brings the answer. One question at a time: a module that asks two at once is asked for them in turn.
     """
 
-    def __init__(
-        self, tool: _Tool, arguments: dict[str, Any], ctx: ServerRequestContext[Any, Any], *, parks: bool
-    ) -> None:
+    def __init__(self, tool: _Tool, arguments: dict[str, Any], ctx: RequestContext) -> None:
         self.tool = tool
         self.arguments = arguments
         self.session: ServerSession | None = ctx.session
-        self.request_id = ctx.request_id
         self.wants_progress = "progress_token" in (ctx.meta or {})
-        self.parks = parks and ctx.protocol_version >= _PARKING_VERSION and _can_elicit(ctx.session)
+        self.parks = ctx.protocol_version >= _PARKING_VERSION and _can_elicit(ctx.session)
         self.token = CancelToken()
+        self.task: asyncio.Task[dict[str, Any]] | None = None
         self.asked = asyncio.Event()
         self.question: tuple[str, dict[str, Any]] = ("", {})
-        self.task: asyncio.Task[dict[str, Any]] | None = None
-        self._answer: asyncio.Future[Any] | None = None
+        self._answer: asyncio.Future[ElicitResult | None] | None = None
         self._asking = asyncio.Lock()
+        self._request_id = ctx.request_id
         self._loop = asyncio.get_running_loop()
-        self.data: dict[str, Any] = {
-            _CALL_KEY: self,
-            MCP_PROGRESS_KEY: self._from_any_loop(self.report),
-            MCP_ELICIT_KEY: self._from_any_loop(self.elicit),
-        }
+        progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
+        self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
     def _from_any_loop(self, method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         # A sync module that calls an async one runs it in a thread and a loop of its own.
         async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            here = cast("Any", method(*args, **kwargs))
+            work: Any = method(*args, **kwargs)
             if asyncio.get_running_loop() is not self._loop:
-                here = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here, self._loop))
-            return cast(T, await here)
+                work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+            return cast(T, await work)
 
         return call
 
     @property
     def can_ask(self) -> bool:
-        return self.parks or (
-            self.session is not None and self.session.can_send_request and _can_elicit(self.session)
-        )
+        session = self.session
+        return self.parks or (session is not None and session.can_send_request and _can_elicit(session))
 
     def inputs(self) -> dict[str, Any]:
         """What the module is called with; a copy where `arguments` will tell what to mask, whatever it does to it."""
@@ -869,34 +768,21 @@ class _Call:
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> dict[str, Any] | None:
+        schema = requested_schema or {"type": "object", "properties": {}}
+        answer: ElicitResult | None = None
         async with self._asking:
-            if not self.can_ask:
-                return None
-            schema = requested_schema or {"type": "object", "properties": {}}
             if self.parks:
-                answer = await self._ask_by_result(message, schema, key or "input")
-            else:
-                answer = await self._ask_by_request(message, schema)
-        if answer is None or answer.action != "accept":
-            return None
-        return dict(answer.content or {})
-
-    async def _ask_by_request(self, message: str, schema: JSONSchema) -> Any:
-        from mcp.shared.exceptions import MCPError
-
-        assert self.session is not None
-        try:
-            return await self.session.elicit_form(message, schema, related_request_id=self.request_id)
-        except (MCPError, ValueError) as error:  # ValueError: an answer that is no elicitation result
-            logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
-            return None
-
-    async def _ask_by_result(self, message: str, schema: JSONSchema, key: str) -> Any:
-        params = {"mode": "form", "message": message, "requestedSchema": schema}
-        self.question = (key, {"method": "elicitation/create", "params": params})
-        self._answer = self._loop.create_future()
-        self.asked.set()
-        return await self._answer
+                params = {"mode": "form", "message": message, "requestedSchema": schema}
+                self.question = (key or "input", {"method": "elicitation/create", "params": params})
+                self._answer = self._loop.create_future()
+                self.asked.set()
+                answer = await self._answer
+            elif self.can_ask and self.session is not None:
+                try:
+                    answer = await self.session.elicit_form(message, schema, related_request_id=self._request_id)
+                except Exception as error:  # the client's fault or its connection's: the module goes on without
+                    logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
+        return dict(answer.content or {}) if answer is not None and answer.action == "accept" else None
 
     def answer(self, result: Any) -> None:
         """Let the module go on with `result`, an elicitation result or None."""
@@ -909,17 +795,11 @@ class _Call:
         self.token.cancel()
         # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; what the
         # coroutine was called with tells whose it is.
-        for task in asyncio.all_tasks(self._loop):
+        for task in asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
             coroutine = task.get_coro()
-            if task is not asyncio.current_task() and inspect.iscoroutine(coroutine):
-                values = inspect.getcoroutinelocals(coroutine).values()
-                if any(isinstance(v, Context | _Call) and v.data is self.data for v in values):
-                    task.cancel()
-
-
-def _can_elicit(session: ServerSession) -> bool:
-    declared = session.client_capabilities.elicitation if session.client_capabilities else None
-    return declared is not None and (declared.form is not None or declared.url is None)
+            values = inspect.getcoroutinelocals(coroutine).values() if inspect.iscoroutine(coroutine) else ()
+            if any(isinstance(value, Context | _Call) and value.data is self.data for value in values):
+                task.cancel()
 
 
 class _ParkedCalls:
@@ -940,7 +820,7 @@ class _ParkedCalls:
         if len(self._calls) >= self.limit:
             return None
         state = secrets.token_urlsafe(32)
-        self._calls[state] = (call, asyncio.get_running_loop().call_later(self.seconds, self._expire, state))
+        self._calls[state] = (call, asyncio.get_running_loop().call_later(self.seconds, self.drop, state))
         return state
 
     def resume(self, state: str) -> _Call | None:
@@ -949,15 +829,14 @@ class _ParkedCalls:
             timer.cancel()
         return call
 
-    def _expire(self, state: str) -> None:
+    def drop(self, state: str) -> None:
         if call := self.resume(state):
-            logger.warning("Question of %s was not answered in %g seconds", call.tool.module_id, self.seconds)
+            logger.warning("Question of %s was not answered; the call is cancelled", call.tool.module_id)
             call.cancel()
 
     def close(self) -> None:
-        for state in list(self._calls):
-            if call := self.resume(state):
-                call.cancel()
+        for state in [*self._calls]:
+            self.drop(state)
 
 
 class _UserApproval:
@@ -969,36 +848,27 @@ class _UserApproval:
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = request.context.data.get(_CALL_KEY)
-        if self._mode == "deny":
-            return ApprovalResult(status="rejected", reason="Calls that need approval are denied")
-        if call is None or not call.can_ask:
-            if self._mode == "require":
-                return ApprovalResult(status="rejected", reason="The client cannot ask its user")
+        can_ask = call is not None and call.can_ask
+        if self._mode == "deny" or (self._mode == "require" and not can_ask):
+            return ApprovalResult(status="rejected", reason="Nobody can be asked")
+        if not can_ask:
             logger.warning("Module %s needs approval, but the client cannot ask; letting it run", request.module_id)
             return ApprovalResult(status="approved", approved_by="apcore-mcp")
-        schema = {
-            "type": "object",
-            "properties": {"approve": {"type": "boolean", "title": "Let it run", "default": False}},
-            "required": ["approve"],
-        }
+        field = {"type": "boolean", "title": "Let it run", "default": False}
+        schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
         answer = await request.context.data[MCP_ELICIT_KEY](self._question(request), schema, "approval")
-        approved = answer is not None and answer.get("approve") is True
-        return ApprovalResult(status="approved" if approved else "rejected", approved_by="user" if approved else None)
+        return ApprovalResult(status="approved" if answer and answer.get("approve") is True else "rejected")
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         """No approval is ever left pending here, so there is none to pick up later."""
         return ApprovalResult(status="rejected", reason="Unknown approval")
 
     def _question(self, request: ApprovalRequest) -> str:
-        tool = self._catalog.tools.get(request.module_id)
-        shown = (
-            _to_text(redact_sensitive(request.arguments, tool.input_schema, sensitive_keys=[]))
-            if tool
-            else ", ".join(sorted(request.arguments))
-        )
+        tool = self._catalog.tools.get(request.module_id)  # without one, no schema tells what is sensitive
+        shown = _redact(request.arguments, tool.input_schema) if tool else sorted(request.arguments)
         told = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
         kind = f" It is annotated as {' and '.join(told)}." if told else ""
-        return f"Let {request.module_id} run?{kind}\nArguments: {shown[:2000]}"
+        return f"Let {request.module_id} run?{kind}\nArguments: {_to_text(shown)[:2000]}"
 
 
 def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
@@ -1028,33 +898,35 @@ class _Activity:
             self.idle.set()
 
 
+def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
+    from mcp.shared.exceptions import MCPError
+
+    return MCPError(code, message, data)
+
+
 class _ExecutionRouter:
     """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
 
     Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call (SRS FR-EXEC-007).
     """
 
-    def __init__(self, catalog: _ToolCatalog, executor: Executor, *, validate_inputs: bool, parks: bool) -> None:
+    def __init__(self, catalog: _ToolCatalog, executor: Executor, *, validate_inputs: bool) -> None:
         self._catalog = catalog
         self._executor = executor
         self._validate_inputs = validate_inputs
-        self._parks = parks
         self.parked = _ParkedCalls()
         self.activity = _Activity()
 
-    async def handle_call(
-        self, ctx: ServerRequestContext[Any, Any], params: CallToolRequestParams
-    ) -> dict[str, Any]:
+    async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
         with self.activity:
             tool = self._catalog.find(params.name)
             if tool is None:
-                logger.error("Tool call error: %r - ModuleNotFoundError: not listed", params.name[:200])
+                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
                 return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
             logger.debug("Tool call: %s", tool.module_id)
             if params.request_state is not None:
                 return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
-            arguments = params.arguments or {}
-            call = _Call(tool, arguments, ctx, parks=self._parks)
+            call = _Call(tool, params.arguments or {}, ctx)
             # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
             told = {key: value for key, value in (ctx.meta or {}).items() if isinstance(value, str)}
             trace = TraceContext.extract(told) if "traceparent" in told else None
@@ -1065,12 +937,9 @@ class _ExecutionRouter:
             return await self._until_done_or_asked(call)
 
     async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
-        from mcp.shared.exceptions import MCPError
-        from mcp_types import INVALID_PARAMS
-
         call = self.parked.resume(state)
         if call is None:
-            raise MCPError(INVALID_PARAMS, "Invalid or expired requestState", {"reason": "invalid_request_state"})
+            raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         call.session = session
         if call.question[0] in responses:
             call.answer(responses[call.question[0]])
@@ -1101,7 +970,7 @@ class _ExecutionRouter:
         try:
             if self._validate_inputs and (refusal := _ErrorMapper(tool, call.arguments).invalid_arguments()):
                 return refusal
-            if tool.streams and call.wants_progress:
+            if tool.annotations.streaming and call.wants_progress:
                 output: Any = await self._stream(call, context)
             else:
                 output = await self._executor.call_async(tool.module_id, call.inputs(), context)
@@ -1120,14 +989,15 @@ class _ExecutionRouter:
             call.session = None
             if logger.isEnabledFor(logging.DEBUG):
                 elapsed_ms = (time.perf_counter() - started) * 1000
-                logger.debug("Tool call ended: %s after %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
+                logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
 
     async def _stream(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
         """The merged chunks of a streaming module, each sent as a progress notification (SRS FR-STREAM-001)."""
         merged: dict[str, Any] = {}
-        chunks = self._executor.stream(call.tool.module_id, call.inputs(), context)
-        async with contextlib.aclosing(cast("Any", chunks)):
-            number = 0
+        number = 0
+        async with contextlib.aclosing(
+            cast(Any, self._executor.stream(call.tool.module_id, call.inputs(), context))
+        ) as chunks:
             async for chunk in chunks:
                 number += 1
                 _merge(merged, chunk)
@@ -1157,24 +1027,20 @@ class _Bridge:
 
         self.options = options
         self.closing = False
-        self.catalog = _ToolCatalog(
-            options.registry, tags=options.tags, prefix=options.prefix, redact_output=options.redact_output
-        )
-        self._executor = options.executor(self.catalog)
-        self._router = _ExecutionRouter(
-            self.catalog, self._executor, validate_inputs=options.validate_inputs, parks=True
-        )
+        self.catalog = _ToolCatalog(options.registry, options.tags, options.prefix, redact_output=options.redact_output)
+        self._executor, self._release_executor = options.executor(self.catalog)
+        self._router = _ExecutionRouter(self.catalog, self._executor, validate_inputs=options.validate_inputs)
         self.activity = self._router.activity
         self._bus = InMemorySubscriptionBus()
         self._listen = ListenHandler(self._bus)
         self._changed = asyncio.Event()
         self._followers: dict[Any, asyncio.Event] = {}  # handshake connections, each with what wakes its announcer
         self._tasks: set[asyncio.Task[None]] = set()
-        self.server: Server[Any] = Server(
+        self.server: Any = Server(
             options.name,
             version=options.version or __version__,
-            on_list_tools=self._list_tools,
-            on_call_tool=cast("Any", self._router.handle_call),
+            on_list_tools=cast(Any, self._list_tools),
+            on_call_tool=cast(Any, self._router.handle_call),
             on_subscriptions_listen=self._listen,
             # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
             get_tool_input_schema=lambda name: tool.input_schema if (tool := self.catalog.find(name)) else None,
@@ -1200,11 +1066,10 @@ class _Bridge:
             self.options.registry.unwatch()
         self.catalog.close()
         self._router.parked.close()
-        self._listen.close()
+        self._release_executor()
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_SHUTDOWN_SECONDS)
+        await asyncio.wait(self._tasks, timeout=_SHUTDOWN_SECONDS)
 
     def _start(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -1218,15 +1083,14 @@ class _Bridge:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.activity.idle.wait(), _SHUTDOWN_SECONDS)
 
-    async def _intercept(self, ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+    async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
         if ctx.request_id is None:
             return await call_next(ctx)
         if self.closing:
-            from mcp.shared.exceptions import MCPError
-
-            raise MCPError(-32000, "Server is shutting down")
-        if ctx.method == "tools/list" and self._is_plain_request(ctx):
+            raise _protocol_error(-32000, "Server is shutting down")
+        ready = ctx.session.client_params is not None or ctx.protocol_version >= _PARKING_VERSION
+        if ctx.method == "tools/list" and ready and not (ctx.params or {}).keys() - {"_meta"}:
             return self._tool_list(ctx)  # past the SDK's validation, which would go through every tool of every answer
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
@@ -1235,34 +1099,20 @@ class _Bridge:
             result["capabilities"]["tools"]["listChanged"] = True
         return result
 
-    @staticmethod
-    def _is_plain_request(ctx: ServerRequestContext[Any, Any]) -> bool:
-        handshaken = ctx.session.client_params is not None or ctx.protocol_version >= _PARKING_VERSION
-        return handshaken and not (ctx.params or {}).keys() - {"_meta"}
-
-    async def _list_tools(
-        self, ctx: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
-    ) -> Any:
-        from mcp.shared.exceptions import MCPError
-        from mcp_types import INVALID_PARAMS
-
-        if params is not None and params.cursor is not None:
-            raise MCPError(INVALID_PARAMS, "Invalid cursor: the tool list has one page")
+    async def _list_tools(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
+        if params.cursor is not None:
+            raise _protocol_error(-32602, "Invalid cursor: the tool list has one page")
         return self._tool_list(ctx)
 
-    def _tool_list(self, ctx: ServerRequestContext[Any, Any]) -> dict[str, Any]:
-        mode, client = self.options.tool_names, ctx.session.client_params
-        portable = mode == "portable" or (
-            mode == "auto" and client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
-        )
-        result: dict[str, Any] = {"tools": self.catalog.listing(portable=portable)}
-        if ctx.protocol_version >= _PARKING_VERSION:
-            from mcp_types import SERVER_INFO_META_KEY
-
-            # Stale at once, as the list may change at any time: who wants to keep it listens.
-            result |= {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
-            result["_meta"] = {SERVER_INFO_META_KEY: self.server.server_info_stamp}
-        return result
+    def _tool_list(self, ctx: RequestContext) -> dict[str, Any]:
+        client, names = ctx.session.client_params, self.options.tool_names
+        dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
+        tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
+        if ctx.protocol_version < _PARKING_VERSION:
+            return {"tools": tools}
+        # Stale at once, as the list may change at any time: who wants to keep it listens.
+        stamp = {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}
+        return {"tools": tools, "resultType": "complete", "ttlMs": 0, "cacheScope": "private", "_meta": stamp}
 
     def _follow(self, session: ServerSession) -> None:
         # A connection outlives the session of each of its requests, and this is the only handle the SDK gives on it.
@@ -1270,20 +1120,17 @@ class _Bridge:
         changed = self._followers[connection] = asyncio.Event()
 
         async def announce() -> None:
-            while True:
-                await changed.wait()
+            while await changed.wait():
                 changed.clear()
                 await connection.send_tool_list_changed()
 
-        task = self._start(announce())
-        connection.exit_stack.callback(task.cancel)
+        connection.exit_stack.callback(self._start(announce()).cancel)
         connection.exit_stack.callback(self._followers.pop, connection, None)
 
     async def _announce(self) -> None:
         from mcp.server.subscriptions import ToolsListChanged
 
-        while True:
-            await self._changed.wait()
+        while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
             self._changed.clear()
             for follower in self._followers.values():
@@ -1315,41 +1162,38 @@ class _Guard:
         from starlette.responses import PlainTextResponse
 
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        host = Request(scope).headers.get("host", "")
-        security = TransportSecurityMiddleware(
-            TransportSecuritySettings(
-                allowed_hosts=self._hosts or [host], allowed_origins=[f"http://{host}", f"https://{host}"]
-            )
-        )
-        posts = scope["method"] == "POST"
-        if refusal := await security.validate_request(Request(scope), is_post=posts):
-            return await refusal(scope, receive, send)
-        if self._bridge.closing:
-            return await PlainTextResponse("Server is shutting down", 503)(scope, receive, send)
-        with self._bridge.activity if posts else contextlib.nullcontext():
             await self._app(scope, receive, send)
+            return
+        request, posts = Request(scope), scope["method"] == "POST"
+        host = request.headers.get("host", "")
+        origins = [f"http://{host}", f"https://{host}"]
+        settings = TransportSecuritySettings(allowed_hosts=self._hosts or [host], allowed_origins=origins)
+        refusal = await TransportSecurityMiddleware(settings).validate_request(request, is_post=posts)
+        if refusal is None and self._bridge.closing:
+            refusal = PlainTextResponse("Server is shutting down", 503)
+        app = self._app if refusal is None else refusal
+        with self._bridge.activity if posts else contextlib.nullcontext():
+            await app(scope, receive, send)
 
 
 class _SSEEndpoint:
     """The deprecated SSE transport's stream, one MCP connection per GET."""
 
     def __init__(self, bridge: _Bridge, transport: SseServerTransport) -> None:
-        self._bridge = bridge
+        self._server = bridge.server
         self._transport = transport
         self._connections: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server = self._bridge.server
-        async with self._transport.connect_sse(scope, receive, send) as (read_stream, write_stream):
-            run = server.run(read_stream, write_stream, server.create_initialization_options())
-            connection = asyncio.create_task(run)
+        async with self._transport.connect_sse(scope, receive, send) as streams:
+            run = self._server.run(*streams, self._server.create_initialization_options())
+            connection: asyncio.Task[None] = asyncio.create_task(run)
             self._connections.add(connection)
+            connection.add_done_callback(self._connections.discard)
             try:
                 await asyncio.wait({connection})
             finally:
                 connection.cancel()
-                self._connections.discard(connection)
 
     def close(self) -> None:
         for connection in self._connections:
@@ -1365,23 +1209,20 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
-    options = bridge.options
-    guard = Middleware(cast("Any", _Guard), bridge=bridge, hosts=options.hosts())
+    options, limit = bridge.options, _MESSAGE_MAX_BYTES
+    guard = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts())
     async with contextlib.AsyncExitStack() as stack:
         if options.transport == "sse":
-            transport = SseServerTransport("/messages/", max_request_body_size=_MESSAGE_MAX_BYTES)
+            transport = SseServerTransport("/messages/", max_request_body_size=limit)
             endpoint = _SSEEndpoint(bridge, transport)
             stack.callback(endpoint.close)
-            routes = [
-                Route("/sse", endpoint=endpoint, methods=["GET"]),
-                Mount("/messages/", app=transport.handle_post_message),
-            ]
+            routes = [Route("/sse", endpoint), Mount("/messages/", transport.handle_post_message)]
         else:
             manager = StreamableHTTPSessionManager(
-                bridge.server, stateless=options.stateless, max_request_body_size=_MESSAGE_MAX_BYTES
+                bridge.server, stateless=options.stateless, max_request_body_size=limit
             )
             await stack.enter_async_context(manager.run())
-            routes = [Route(path, endpoint=StreamableHTTPASGIApp(manager)) for path in ("/mcp", "/mcp/")]
+            routes = [Route(path, StreamableHTTPASGIApp(manager)) for path in ("/mcp", "/mcp/")]
         yield Starlette(routes=routes, middleware=[guard])
 
 
@@ -1392,9 +1233,9 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
     options = bridge.options
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    async with contextlib.AsyncExitStack() as closing_app:
-        app = await closing_app.enter_async_context(_http_app(bridge))
+    async with contextlib.AsyncExitStack() as sessions:
+        app = await sessions.enter_async_context(_http_app(bridge))
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
         config.load()
@@ -1406,16 +1247,14 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
             yield ticking
         finally:
             http.should_exit = True
-            await closing_app.aclose()  # ends the streams that clients keep open, or the server would wait for them
+            await sessions.aclose()  # ends the streams that clients keep open, or the server would wait for them
             await asyncio.wait({ticking})
             await http.shutdown(sockets=[listener])
 
 
 # ---- stdio: pipes, and who owns the standard streams ----
 
-_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers a client may leave unread before it is made to wait; some send
-# thousands of calls before they read
-
+_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
@@ -1438,11 +1277,10 @@ def _standard_streams() -> Iterator[tuple[int, int]]:
             raise RuntimeError(f"stdin or stdout cannot be opened: {error}") from error
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
-        try:
-            os.dup2(2, 1)
-        except OSError:  # no stderr either
-            os.dup2(nothing, 1)
+        os.dup2(nothing, 1)
         os.close(nothing)
+        with contextlib.suppress(OSError):  # no stderr either
+            os.dup2(2, 1)
         _flush_stdout()
         _claimed.append(wire)
         try:
@@ -1457,99 +1295,12 @@ def _standard_streams() -> Iterator[tuple[int, int]]:
 
 def _flush_stdout() -> None:
     """Send what is still buffered, in Python and in C, where fd 1 points now."""
+    import ctypes
+
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-    with contextlib.suppress(ImportError, OSError, TypeError, AttributeError):
-        import ctypes
-
+    with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).fflush(None)
-
-
-class _Wire:
-    """Lines of bytes over a pair of descriptors, without blocking the event loop.
-
-    Pipes and sockets are driven by the event loop itself, with back-pressure both ways. Anything else (a terminal, a
-    file, Windows) goes through a thread per direction. A line longer than 4 MiB is read to its end and thrown away.
-    """
-
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._fds = read_fd, write_fd
-        self._reader: asyncio.StreamReader | None = None
-        self._read_transport: asyncio.ReadTransport | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._write_lock = asyncio.Lock()
-
-    async def open(self) -> None:
-        loop = asyncio.get_running_loop()
-        read_fd, write_fd = self._fds
-        if _is_pipe(read_fd):
-            self._reader = reader = asyncio.StreamReader(_MESSAGE_MAX_BYTES)
-            self._read_transport, _ = await loop.connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(read_fd), "rb", 0)
-            )
-        if _is_pipe(write_fd):
-            transport, protocol = await loop.connect_write_pipe(
-                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(os.dup(write_fd), "wb", 0)
-            )
-            transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
-            self._writer = asyncio.StreamWriter(transport, protocol, None, loop)
-
-    async def read_line(self) -> bytes | None:
-        """The next line with its newline, b"" at the end of the input, None for a line that was too long."""
-        if self._reader is None:
-            return await asyncio.get_running_loop().run_in_executor(None, self._read_line_blocking)
-        too_long = False
-        while True:
-            try:
-                line = await self._reader.readuntil(b"\n")
-                return None if too_long else line
-            except asyncio.LimitOverrunError as overrun:
-                too_long = True
-                await self._reader.readexactly(overrun.consumed)
-            except asyncio.IncompleteReadError as end:
-                return None if too_long else end.partial
-
-    @functools.cached_property
-    def _file(self) -> Any:
-        return os.fdopen(self._fds[0], "rb", closefd=False)
-
-    def _read_line_blocking(self) -> bytes | None:
-        line: bytes = self._file.readline(_MESSAGE_MAX_BYTES)
-        if len(line) < _MESSAGE_MAX_BYTES or line.endswith(b"\n"):
-            return line
-        while line and not line.endswith(b"\n"):
-            line = self._file.readline(_MESSAGE_MAX_BYTES)
-        return None
-
-    async def write(self, data: bytes) -> None:
-        """Raises OSError when nobody reads any more."""
-        if self._writer is not None:
-            self._writer.write(data)
-            await self._writer.drain()
-        else:
-            async with self._write_lock:
-                await asyncio.get_running_loop().run_in_executor(None, self._write_blocking, data)
-
-    def _write_blocking(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._fds[1], data) :]
-
-    def hang_up(self) -> None:
-        """End the input, as if the client had."""
-        if self._read_transport is not None:
-            self._read_transport.close()
-
-    async def close(self) -> None:
-        """Write out what is buffered, for a second at most, and leave the descriptors as they were found."""
-        if self._writer is not None:
-            cast("asyncio.WriteTransport", self._writer.transport).set_write_buffer_limits(0)
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(self._writer.drain(), 1)
-            self._writer.transport.abort()
-            os.set_blocking(self._fds[1], True)
-        if self._read_transport is not None:
-            self._read_transport.close()
-            os.set_blocking(self._fds[0], True)
 
 
 def _is_pipe(fd: int) -> bool:
@@ -1557,17 +1308,66 @@ def _is_pipe(fd: int) -> bool:
     return sys.platform != "win32" and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
 
 
+# A reader, a writer, what ends the input as the client can, and what is left to do when everything is written.
+Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Any], Callable[[], Any]]
+
+
+async def _open_pipes(read_fd: int, write_fd: int) -> Wire:
+    """Pipes or sockets, driven by the event loop itself; no thread between a client and its answer."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+    source, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(read_fd), "rb", 0)
+    )
+    sink, protocol = await loop.connect_write_pipe(
+        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(os.dup(write_fd), "wb", 0)
+    )
+
+
+    def leave_as_found() -> None:
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, True)
+
+    return reader, asyncio.StreamWriter(sink, protocol, None, loop), source.close, leave_as_found
+
+
+async def _open_anything(read_fd: int, write_fd: int) -> Wire:
+    """A terminal, a file, Windows' pipes: what the event loop cannot wait for, by threads that may be left alone."""
+    ours, theirs = socket.socketpair()
+    source, sink = os.dup(read_fd), os.dup(write_fd)  # the threads' own: a closed one could be reused
+
+    def copy_in() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(source, 65536):
+                theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+        os.close(source)
+
+    def copy_out() -> None:
+        with contextlib.suppress(OSError), os.fdopen(sink, "wb", 0) as file, theirs:
+            while data := theirs.recv(65536):
+                while data:
+                    data = data[file.write(data) :]
+
+    reader, writer = await asyncio.open_connection(sock=ours, limit=_MESSAGE_MAX_BYTES)
+    threads = [threading.Thread(target=copy, daemon=True) for copy in (copy_in, copy_out)]
+    for thread in threads:
+        thread.start()
+    return reader, writer, reader.feed_eof, functools.partial(threads[1].join, 1)
+
+
 class _StdioConnection:
     """One client at the other end of a wire, as the stream of messages (both ways) that the SDK's server runs on.
 
-    A line that is no message is answered with a JSON-RPC error; the SDK would drop it, and its sender wait for ever.
-    When the input ends, what has been asked is still answered, for 5 seconds at most: only then does the stream end.
+    A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error; the SDK would drop it, and its
+    sender wait for ever. When the input ends, what has been asked is still answered, for 5 seconds at most: only then
+    does the stream end.
     """
 
-    def __init__(self, wire: _Wire, bridge: _Bridge) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire, bridge: _Bridge) -> None:
+        self._reader, self._writer, self._end_input, self._finish = wire
         self._bridge = bridge
         self._unanswered: Counter[str] = Counter()
+        self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def __aenter__(self) -> _StdioConnection:
         return self
@@ -1581,19 +1381,21 @@ class _StdioConnection:
     def __aiter__(self) -> _StdioConnection:
         return self
 
+    async def __anext__(self) -> SessionMessage:
+        try:
+            return await self.receive()
+        except EndOfStream:
+            raise StopAsyncIteration from None
+
     async def receive(self) -> SessionMessage:
         from mcp.shared.message import SessionMessage
         from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
-        while (line := await self._wire.read_line()) != b"":
-            if line is None:
-                await self._refuse(b"", f"Parse error: message is longer than {_MESSAGE_MAX_BYTES} bytes")
-                continue
+        while line := await self._read_line():
             try:
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
             except ValueError:
-                if not line.isspace():
-                    await self._refuse(line, "Parse error: line is not JSON")
+                await self._refuse(line)
                 continue
             if isinstance(message, JSONRPCRequest):
                 self._unanswered[str(message.id)] += 1
@@ -1604,78 +1406,92 @@ class _StdioConnection:
         await self._bridge.finish()
         raise EndOfStream
 
-    async def __anext__(self) -> SessionMessage:
-        try:
-            return await self.receive()
-        except EndOfStream:
-            raise StopAsyncIteration from None
+    async def _read_line(self) -> bytes:
+        """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped."""
+        dropped = 0
+        while True:
+            try:
+                line = await self._reader.readuntil(b"\n")
+            except asyncio.LimitOverrunError as overrun:
+                dropped += len(await self._reader.readexactly(overrun.consumed))
+                continue
+            except asyncio.IncompleteReadError as end:
+                line = end.partial
+            if not dropped:
+                return line
+            await self._refuse(b"", f"Parse error: line is longer than {_MESSAGE_MAX_BYTES} bytes")
+            dropped = 0
 
     async def send(self, item: SessionMessage) -> None:
-        from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, JSONRPCResponse
+        from mcp_types import JSONRPCError, JSONRPCResponse
 
         message = item.message
-        try:
-            line = message.model_dump_json(by_alias=True, exclude_unset=True)
-        except ValueError:  # text that is no Unicode; the request still gets an answer
-            if not isinstance(message, JSONRPCResponse):
-                raise
-            failure = ErrorData(code=INTERNAL_ERROR, message="Result cannot be sent as JSON")
-            line = JSONRPCError(jsonrpc="2.0", id=message.id, error=failure).model_dump_json(by_alias=True)
-        try:
-            await self._wire.write(line.encode() + b"\n")
-        except OSError:  # the client reads no more: for us, it has gone
-            self._wire.hang_up()
+        await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
         if isinstance(message, JSONRPCResponse | JSONRPCError):
             self._settle(message.id)
+
+    async def _write(self, line: str) -> None:
+        try:
+            self._writer.write(line.encode() + b"\n")
+            await self._writer.drain()
+        except OSError:  # the client reads no more: for us, it has gone
+            self._end_input()
 
     def _settle(self, request_id: object) -> None:
         if self._unanswered[str(request_id)] > 0:
             self._unanswered[str(request_id)] -= 1
             self._bridge.activity.__exit__()
 
-    async def _refuse(self, line: bytes, reason: str) -> None:
-        """Answer a line that is no message, under its id where one can be made out."""
+    async def _refuse(self, line: bytes, reason: str = "Parse error: line is not JSON") -> None:
+        """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
+        if line.isspace():
+            return
         code, request_id = -32700, None
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.loads(line)
             code, reason = -32600, "Invalid request: not a single JSON-RPC message"
             if isinstance(decoded, dict) and isinstance(decoded.get("id"), str | int):
                 request_id = decoded["id"]
-        answer = {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}
+        await self._write(json.dumps({"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}))
+
+    async def close(self) -> None:
+        """Write out what is buffered, for a second at most."""
+        self._writer.transport.set_write_buffer_limits(0)
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), 1)
+        self._end_input()
+        self._writer.close()
         with contextlib.suppress(OSError):
-            await self._wire.write(json.dumps(answer).encode() + b"\n")
+            await self._writer.wait_closed()
+        self._finish()
 
 
 @contextlib.asynccontextmanager
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
     with _standard_streams() as fds:
-        wire = _Wire(*fds)
-        await wire.open()
-        connection = cast("Any", _StdioConnection(wire, bridge))
-        server = bridge.server
-        running = asyncio.create_task(server.run(connection, connection, server.create_initialization_options()))
+        open_wire = _open_pipes if all(map(_is_pipe, fds)) else _open_anything
+        connection = _StdioConnection(await open_wire(*fds), bridge)
+        run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
+        running: asyncio.Task[None] = asyncio.create_task(run)
         try:
             yield running
         finally:
             running.cancel()
             await asyncio.wait({running})
-            await wire.close()
+            await connection.close()
 
 
 _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _serve_http}
 
-
 # ---- Options: every option of `serve()`, once ----
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_TOOL_NAMES = ("auto", "module-id", "portable")
-_APPROVALS = ("auto", "require", "deny", "off")
 
 
 def _option(default: T, text: str, **flag: Any) -> T:
     """A field of `_Options`; `text` and `flag` also make its command line flag."""
-    return cast(T, dataclasses.field(default=default, metadata={"help": text, **flag}))
+    return dataclasses.field(default=default, metadata={"help": text, **flag})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1700,14 +1516,14 @@ class _Options:
         "auto",
         "how tools are called: with dots (module-id), with hyphens for clients and model APIs that refuse dots "
         "(portable), or as the client can take it (auto)",
-        choices=_TOOL_NAMES,
+        choices=("auto", "module-id", "portable"),
     )
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option(
         "auto",
         "calls that need approval: ask the user, or let them run where the client cannot ask (auto), ask or refuse "
         "(require), refuse (deny), do nothing (off)",
-        choices=_APPROVALS,
+        choices=("auto", "require", "deny", "off"),
     )
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
     allowed_hosts: list[str] | None = _option(
@@ -1719,36 +1535,26 @@ class _Options:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "transport", str(self.transport).lower())
+        object.__setattr__(self, "log_level", self.log_level and str(self.log_level).upper())
         if not isinstance(self.registry_or_executor, Registry | Executor):
             kind = type(self.registry_or_executor).__name__
             raise TypeError(f"Expected Registry or Executor instance, got {kind}")
         _check_filters(self.tags, self.prefix)
         _check_text("name", self.name, longest=255)
-        if self.version is not None:
-            _check_text("version", self.version)
-        object.__setattr__(self, "transport", str(self.transport).lower())
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(f"Unknown transport: {self.transport!r}. Must be one of: {', '.join(_TRANSPORTS)}")
+        _check_text("version", self.version, optional=True)
+        _check_choice("transport", self.transport, tuple(_TRANSPORTS))
         if self.transport != "stdio":
-            if not self.host:
-                raise ValueError("Host must not be empty")
+            _check_text("Host", self.host)
             if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
-        if self.log_level is not None:
-            if str(self.log_level).upper() not in _LOG_LEVELS:
-                raise ValueError(f"Unknown log level: {self.log_level!r}. Must be one of: {', '.join(_LOG_LEVELS)}")
-            object.__setattr__(self, "log_level", self.log_level.upper())
-        if self.tool_names not in _TOOL_NAMES:
-            raise ValueError(f"Unknown tool_names: {self.tool_names!r}. Must be one of: {', '.join(_TOOL_NAMES)}")
-        if self.approval not in _APPROVALS and not isinstance(self.approval, ApprovalHandler):
-            raise ValueError(
-                f"Unknown approval: {self.approval!r}. Must be one of: {', '.join(_APPROVALS)}, or an ApprovalHandler"
-            )
-        for name in ("on_startup", "on_shutdown"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be callable or None, got {type(getattr(self, name)).__name__}")
-        if self.allowed_hosts is not None:
-            _check_texts("allowed_hosts", self.allowed_hosts)
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), field.metadata.get("choices")
+            if choices and value is not None and not isinstance(value, ApprovalHandler):
+                _check_choice(field.name.replace("_", " ") if field.name == "log_level" else field.name, value, choices)
+            if field.name.startswith("on_") and value is not None and not callable(value):
+                raise TypeError(f"{field.name} must be callable or None, got {type(value).__name__}")
+        _check_texts("allowed_hosts", self.allowed_hosts)
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
 
@@ -1757,49 +1563,56 @@ class _Options:
         source = self.registry_or_executor
         return source if isinstance(source, Registry) else source.registry
 
-    def executor(self, catalog: _ToolCatalog) -> Executor:
-        """The Executor that was given, or one made for the registry; with the approval handler that is asked for."""
-        handler = _UserApproval(self.approval, catalog) if isinstance(self.approval, str) else self.approval
+    def executor(self, catalog: _ToolCatalog) -> tuple[Executor, Callable[[], Any]]:
+        """The Executor that was given, or one made for the registry, with the approval handler asked for.
+
+        And what gives it back as it was.
+        """
         source = self.registry_or_executor
-        if isinstance(source, Registry):
-            return Executor(source, approval_handler=None if self.approval == "off" else handler)
-        if self.approval != "off" and not source.governance_state().approval_handler_configured:
-            source.set_approval_handler(handler)
-        return source
+        executor = Executor(source) if isinstance(source, Registry) else source
+        if self.approval == "off" or executor.governance_state().approval_handler_configured:
+            return executor, lambda: None
+        handler = _UserApproval(self.approval, catalog) if isinstance(self.approval, str) else self.approval
+        executor.set_approval_handler(handler)
+        return executor, lambda: executor.set_approval_handler(cast(Any, None))
 
     def hosts(self) -> list[str]:
         """Host headers to accept; none means any."""
-        if self.allowed_hosts:
-            return self.allowed_hosts
-        if self.host not in (*_LOOPBACK, "::1") and not self.host.startswith("127."):
-            return []
+        if self.allowed_hosts or not (self.host in (*_LOOPBACK, "::1") or self.host.startswith("127.")):
+            return self.allowed_hosts or []
         return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
 
 
-def _check_text(name: str, value: object, longest: int | None = None) -> None:
+def _check_text(name: str, value: object, *, longest: int = sys.maxsize, optional: bool = False) -> None:
+    if value is None and optional:
+        return
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {type(value).__name__}")
     if not value:
         raise ValueError(f"{name} must not be empty")
-    if longest is not None and len(value) > longest:
+    if len(value) > longest:
         raise ValueError(f"{name} must not exceed {longest} characters")
 
 
 def _check_texts(name: str, values: object) -> None:
-    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, str) for v in values):
+    items = () if values is None else values
+    if isinstance(items, str) or not isinstance(items, Iterable) or not all(isinstance(item, str) for item in items):
         raise TypeError(f"{name} must be a list of strings, got {values!r}")
 
 
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Unknown {name}: {value!r}. Must be one of: {', '.join(choices)}")
+
+
 def _check_filters(tags: list[str] | None, prefix: str | None) -> None:
-    if tags is not None:
-        _check_texts("tags", tags)
-        if not all(tags):
-            raise ValueError("Tag values must not be empty")
-    if prefix is not None:
-        _check_text("prefix", prefix)
+    _check_texts("tags", tags)
+    if not all(tags or ()):
+        raise ValueError("Tag values must not be empty")
+    _check_text("prefix", prefix, optional=True)
 
 
-# ---- Doors ----
+# ---- Doors: OpenAI ----
 
 
 def to_openai_tools(
@@ -1820,18 +1633,17 @@ def to_openai_tools(
     left out with a WARNING. Needs neither the `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
-    registry = _registry_of(registry_or_executor)
-    _check_filters(tags, prefix)
-    catalog = _ToolCatalog(registry, tags=tags, prefix=prefix, redact_output=False)
+    options = _Options(registry_or_executor, tags=tags, prefix=prefix)
+    catalog = _ToolCatalog(options.registry, options.tags, options.prefix)
     catalog.close()
     tools = []
-    for tool in catalog.tools.values():
+    for module_id, tool in catalog.tools.items():
+        if "-" in module_id:
+            raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
         suffix = _description_suffix(tool.descriptor.annotations) if embed_annotations else ""
-        function: dict[str, Any] = {
-            "name": _function_name(tool.module_id),
-            "description": tool.descriptor.description + suffix,
-            "parameters": _plain(tool.input_schema),
-        }
+        function: dict[str, Any] = {"name": _portable_name(module_id)}
+        function["description"] = tool.descriptor.description + suffix
+        function["parameters"] = _plain(tool.input_schema)
         if strict:
             function["parameters"] = _to_strict(function["parameters"])
             function["strict"] = True
@@ -1840,74 +1652,21 @@ def to_openai_tools(
     return tools
 
 
-def _exports(
-    registry: Registry, form: str, *, tags: list[str] | None = None, prefix: str | None = None
-) -> list[dict[str, Any]]:
-    """What `--export` prints: the tools of `tools/list` ("mcp"), or OpenAI's ("openai", "openai-strict")."""
-    if form != "mcp":
-        return to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix)
-    _check_filters(tags, prefix)
-    catalog = _ToolCatalog(registry, tags=tags, prefix=prefix, redact_output=True)
-    catalog.close()
-    return catalog.listing(portable=False)
-
-
-def _discover(directory: str) -> Registry:
-    """A registry of the modules below `directory`, and of what its `*.binding.yaml` files bind.
-
-    A file that cannot be loaded is left out with a WARNING, one that ends in SystemExit included.
-    """
-    hostile: set[Path] = set()
-    importing = Path()
-
-    def approve(path: Path) -> None:
-        nonlocal importing
-        importing = path
-        if path in hostile:
-            raise ImportError("it tried to end the process")
-
-    while True:
-        registry = Registry(extensions_dir=directory, pre_approval_hook=approve)
-        try:
-            registry.discover()
-            break
-        except (SystemExit, KeyboardInterrupt):
-            if importing in hostile:
-                raise
-            hostile.add(importing)
-    for path in sorted(Path(directory).rglob("*.binding.yaml")):
-        if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
-            sys.path.append(str(path.parent))
-        try:
-            BindingLoader().load_bindings(str(path), registry)
-        except (Exception, SystemExit) as error:  # one bad file never takes the others down
-            logger.warning("Bindings %s are left out: %s", path, error)
-    return registry
-
-
-def _registry_of(registry_or_executor: Registry | Executor) -> Registry:
-    return _Options(registry_or_executor).registry
-
-
 def _warn_of_strict(tool: _Tool, strict: JSONSchema) -> None:
     """Name what strict mode takes away from a module, and what OpenAI refuses of the rest."""
-    open_objects = False
 
-    def look(node: JSONSchema) -> JSONSchema:
-        nonlocal open_objects
-        open_objects = open_objects or node.get("additionalProperties", False) is not False
-        return _map_subschemas(node, look)
+    def opens(node: JSONSchema) -> JSONSchema:
+        lost.append(node.get("additionalProperties", False) is not False)
+        return _map_subschemas(node, opens)
 
-    look(tool.input_schema)
-    if open_objects:
-        logger.warning(
-            "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode",
-            tool.module_id,
-        )
+    lost: list[bool] = []
+    opens(tool.input_schema)
+    if any(lost):
+        text = "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode"
+        logger.warning(text, tool.module_id)
     if refused := detect_openai_strict_incompatibilities(strict):
-        logger.warning(
-            "Schema for module '%s' is incompatible with OpenAI's strict mode: %s", tool.module_id, ", ".join(refused)
-        )
+        text = "Schema for module '%s' is incompatible with OpenAI's strict mode: %s"
+        logger.warning(text, tool.module_id, ", ".join(refused))
 
 
 def from_openai_call(
@@ -1922,43 +1681,65 @@ def from_openai_call(
 
     Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
     at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
-    Source: design F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
+    Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
     ValueError when `arguments` is no JSON object, or for a shortened name that no module has.
     """
-    registry = _registry_of(registry_or_executor)
+    registry = _Options(registry_or_executor).registry
     module_id = from_openai_name(name, registry)
-    inputs: Any = arguments
-    if isinstance(arguments, str):
-        try:
-            inputs = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
+    try:
+        inputs = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
     descriptor = registry.get_definition(module_id)
     return module_id, inputs if descriptor is None else _drop_nulls(inputs, _input_schema(descriptor))
 
 
-def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
-    """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
-
-    def decorate(enter: Callable[[_Options], T]) -> Callable[P, T]:
-        @functools.wraps(enter)
-        def door(*args: P.args, **kwargs: P.kwargs) -> T:
-            return enter(options(*args, **kwargs))
-
-        returns = inspect.signature(enter).return_annotation
-        cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
-        return door
-
-    return decorate
+# ---- Doors: the command line's own ----
 
 
-def _set_log_level(options: _Options) -> None:
-    if options.log_level is not None:
-        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-        logging.basicConfig()
-        logger.setLevel(options.log_level)
+def _exports(options: _Options, form: str) -> list[dict[str, Any]]:
+    """What `--export` prints: the tools of `tools/list` ("mcp"), or OpenAI's ("openai", "openai-strict")."""
+    registry, tags, prefix = options.registry, options.tags, options.prefix
+    if form != "mcp":
+        return to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix)
+    catalog = _ToolCatalog(registry, tags, prefix, redact_output=options.redact_output)
+    catalog.close()
+    return catalog.listing(portable=options.tool_names == "portable")
+
+
+def _discover(directory: str) -> Registry:
+    """A registry of the modules below `directory`, and of what its `*.binding.yaml` files bind.
+
+    A file that cannot be loaded is left out with a WARNING, one that ends in SystemExit included.
+    """
+    refused: set[Path] = set()
+    seen: list[Path] = []
+
+    def approve(path: Path) -> None:
+        seen.append(path)
+        if path in refused:
+            raise ImportError("it tried to end the process")
+
+    while True:
+        registry = Registry(extensions_dir=directory, pre_approval_hook=approve)
+        try:
+            registry.discover()
+            break
+        except SystemExit:
+            refused.add(seen[-1])
+    for path in sorted(Path(directory).rglob("*.binding.yaml")):
+        if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
+            sys.path.append(str(path.parent))
+        try:
+            BindingLoader().load_bindings(str(path), registry)
+        except (Exception, SystemExit) as error:  # one bad file never takes the others down
+            logger.warning("Bindings %s are left out: %s", path, error)
+    return registry
+
+
+# ---- Doors: servers ----
 
 
 async def _call_back(callback: Callable[[], Any] | None) -> None:
@@ -1966,37 +1747,36 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
         await result
 
 
-def _announce_start(bridge: _Bridge) -> None:
+@contextlib.asynccontextmanager
+async def _announced(bridge: _Bridge) -> AsyncIterator[None]:
+    """What is said and called while the server accepts: first when it begins to, then before it ends."""
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     logger.info("apcore-mcp server started: %d tools registered, transport=%s", count, options.transport)
-
-
-async def _shut_down(bridge: _Bridge) -> None:
+    await _call_back(options.on_startup)
     try:
-        await _call_back(bridge.options.on_shutdown)
-    except Exception:  # the server ends all the same, and in order
-        logger.exception("on_shutdown failed")
-    bridge.closing = True
-    await bridge.finish()
+        yield
+    finally:
+        try:
+            await _call_back(options.on_shutdown)
+        except Exception:  # the server ends all the same, and in order
+            logger.exception("on_shutdown failed")
+        bridge.closing = True
+        await bridge.finish()
 
 
 async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
-    async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
-        _announce_start(bridge)
-        await _call_back(options.on_startup)
+    serve_transport = _TRANSPORTS[options.transport]
+    async with _Bridge(options) as bridge, serve_transport(bridge) as running, _announced(bridge):
         started()
         stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            await _shut_down(bridge)
-        if running.done() and not running.cancelled():
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if running.done():
             running.result()  # an error that ended the transport is the caller's to see
 
 
@@ -2007,60 +1787,59 @@ class _WorkerThreads(ThreadPoolExecutor):
 
     def __init__(self, limit: int = 256) -> None:
         super().__init__(limit)
-        self._limit = limit
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._work_items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
-        self._started = 0
+        self._unstarted = limit
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
-        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
-        if not self._free.acquire(blocking=False) and self._started < self._limit:
-            self._started += 1
-            threading.Thread(target=self._work, name=f"apcore-mcp-{self._started}", daemon=True).start()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:  # SystemExit included: the module's, not this thread's
+                    future.set_exception(error)
+
+        self._work_items.put(run)
+        if not self._free.acquire(blocking=False) and self._unstarted:
+            self._unstarted -= 1
+            threading.Thread(target=self._work, daemon=True).start()
         return future
 
     def _work(self) -> None:
-        while call := self._calls.get():
-            future, work = call
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:  # noqa: BLE001 - SystemExit included: the module's, not this thread's
-                    future.set_exception(error)
-            del future, work, call
+        while run := self._work_items.get():
+            run()
+            del run
             self._free.release()
+        self._work_items.put(None)  # for the next thread
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for _ in range(self._started):
-            self._calls.put(None)
+        self._work_items.put(None)
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """SIGINT and SIGTERM call `stop`; a second one ends the process as if nobody had asked. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)
         stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)} if in_main_thread else {}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            signal.signal(number, handler)
 
 
 def _block(options: _Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> None:
     """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
     _set_log_level(options)
-    loop = asyncio.new_event_loop()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
     loop.set_default_executor(_WorkerThreads())
-    stop = asyncio.Event()
 
     def stop_from_any_thread() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop
@@ -2078,20 +1857,36 @@ def _block(options: _Options, started: Callable[[Callable[[], None]], None] = la
                         raise
                     logger.error("A module raised %s; the server goes on", type(error).__name__)
     finally:
-        _close(loop)
+        # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to.
+        for task in (tasks := asyncio.all_tasks(loop)):
+            task.cancel()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1) if tasks else asyncio.sleep(0))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
 
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """Close `loop` as `asyncio.run` does, but without waiting for a task or a thread that does not want to end."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    with contextlib.suppress(SystemExit, KeyboardInterrupt):
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
+def _set_log_level(options: _Options) -> None:
+    if options.log_level is not None:
+        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
+        logging.basicConfig()
+        logger.setLevel(options.log_level)
+
+
+def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
+    """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
+
+    def decorate(enter: Callable[[_Options], T]) -> Callable[P, T]:
+        @functools.wraps(enter)
+        def door(*args: P.args, **kwargs: P.kwargs) -> T:
+            return enter(options(*args, **kwargs))
+
+        returns = inspect.signature(enter).return_annotation
+        cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
+        return door
+
+    return decorate
 
 
 @_door(_Options)
@@ -2109,13 +1904,8 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
     _set_log_level(options)
-    async with _Bridge(options) as bridge, _http_app(bridge) as app:
-        _announce_start(bridge)
-        await _call_back(options.on_startup)
-        try:
-            yield app
-        finally:
-            await _shut_down(bridge)
+    async with _Bridge(options) as bridge, _http_app(bridge) as app, _announced(bridge):
+        yield app
 
 
 class MCPServer:
@@ -2149,11 +1939,11 @@ class MCPServer:
     def _live(self, started: Future[Callable[[], None]]) -> None:
         try:
             _block(self._options, started.set_result)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to the thread that called start()
-            if started.done():
-                logger.exception("Server ended with an error")
-            else:
+        except BaseException as error:  # whatever it is, it belongs to the thread that called start()
+            if not started.done():
                 started.set_exception(error)
+            else:
+                logger.exception("Server ended with an error")
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given 5 seconds."""
