@@ -58,7 +58,7 @@ from apcore.errors import ModuleExecuteError, SchemaValidationError
 from apcore.pipeline import PipelineStepError
 from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
-from apcore.utils.redaction import REDACTED_VALUE, redact_sensitive
+from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
 from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
@@ -95,10 +95,12 @@ T = TypeVar("T")
 # Which keywords of a schema hold schemas (JSON Schema 2020-12, and draft 7's for older modules). What stands under any
 # other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas $defs definitions".split())
+_SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems items".split())
 _SCHEMA_PLACES = frozenset(
-    "items prefixItems additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties"
-    " propertyNames contentSchema anyOf oneOf allOf not if then else".split()
+    "items additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
+    " contentSchema not if then else".split()
 )
+_TYPES = frozenset("object array string integer number boolean null".split())
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
@@ -106,16 +108,26 @@ _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each 
 
 
 def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchema]) -> JSONSchema:
-    """Copy `schema` with `change` applied to each schema directly inside it."""
+    """Copy `schema` with `change` applied to each schema directly inside it; ValueError where there is none."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, dict | bool):
+            return change(value) if isinstance(value, dict) else value
+        raise ValueError(f"Not a JSON Schema: {value!r:.80}")
 
     def inside(keyword: str, value: Any) -> Any:
         if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            return {name: change(item) if isinstance(item, dict) else item for name, item in value.items()}
-        if keyword in _SCHEMA_PLACES and isinstance(value, list):
-            return [change(item) if isinstance(item, dict) else item for item in value]
-        return change(value) if keyword in _SCHEMA_PLACES and isinstance(value, dict) else value
+            return {name: one(item) for name, item in value.items()}
+        if keyword in _SCHEMA_LISTS and isinstance(value, list):
+            return [one(item) for item in value]
+        return one(value) if keyword in _SCHEMA_MAPS | _SCHEMA_LISTS | _SCHEMA_PLACES else value
 
     return {keyword: inside(keyword, value) for keyword, value in schema.items()}
+
+
+def _types(schema: JSONSchema) -> list[str]:
+    types = schema.get("type", ())
+    return [types] if isinstance(types, str) else list(types)
 
 
 def _last_step(ref: str) -> str:
@@ -151,10 +163,12 @@ class _SchemaConverter:
         self._nodes += 1
         if self._nodes > _NODES_MAX:
             raise ValueError(f"Schema has more than {_NODES_MAX} nodes when its references are written out")
+        if not _TYPES.issuperset(_types(node)) or not isinstance(node.get("required", []), list):
+            raise ValueError(f"Not a JSON Schema: {node!r:.80}")
         result = _map_subschemas(node, self._visit)
         if isinstance(result.get("discriminator"), dict):  # its mapping names definitions that are gone
             result["discriminator"] = {k: v for k, v in result["discriminator"].items() if k != "mapping"}
-        if not isinstance(result.get("$ref"), str):
+        if "$ref" not in result:
             return result
         target = self._target(result.pop("$ref"))
         if all(map(_is_annotation, result)):
@@ -162,7 +176,9 @@ class _SchemaConverter:
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
 
-    def _target(self, ref: str) -> JSONSchema:
+    def _target(self, ref: Any) -> JSONSchema:
+        if not isinstance(ref, str):
+            raise ValueError(f"$ref must be a string, got {ref!r:.80}")
         if ref in self._open:
             steps = [*self._open[self._open.index(ref) :], ref]
             raise ValueError(f"Circular reference: {' -> '.join(map(_last_step, steps))}")
@@ -183,11 +199,6 @@ class _SchemaConverter:
 def _plain(value: Any) -> Any:
     """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
     return from_json(to_json(value), allow_inf_nan=False)
-
-
-def _types(schema: JSONSchema) -> list[str]:
-    types = schema.get("type", ())
-    return [types] if isinstance(types, str) else list(types)
 
 
 def _admits_object(schema: Any) -> bool:
@@ -213,15 +224,14 @@ def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
     return cast(JSONSchema, _plain({**schema, "type": "object"}))
 
 
-def _output_schema(descriptor: ModuleDescriptor, *, redact: bool) -> JSONSchema:
-    """The schema that the module's results satisfy as JSON, or `{}` when none can be promised (SRS FR-SCHEMA-005).
+def _as_sent(schema: JSONSchema, *, redact: bool) -> JSONSchema:
+    """The schema that results satisfy as JSON, or `{}` when none can be promised (SRS FR-SCHEMA-005).
 
     With `redact`, a field marked `x-sensitive` also admits the text that stands in for its value.
     """
-    schema = _SchemaConverter(descriptor.output_schema).inline()
 
-    def as_sent(node: JSONSchema) -> JSONSchema:
-        node = _map_subschemas(node, as_sent)
+    def change(node: JSONSchema) -> JSONSchema:
+        node = _map_subschemas(node, change)
         # RFC 3339 demands a zone of times, and ISO durations no fractions; Python's values do not always comply and
         # the TypeScript clients check.
         if node.get("format") in ("date-time", "time", "duration"):
@@ -231,7 +241,7 @@ def _output_schema(descriptor: ModuleDescriptor, *, redact: bool) -> JSONSchema:
             node = {**said, "anyOf": [node, {"const": REDACTED_VALUE}]}
         return node
 
-    return _plain({**as_sent(schema), "type": "object"}) if schema and _admits_object(schema) else {}
+    return _plain({**change(schema), "type": "object"}) if schema and _admits_object(schema) else {}
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
@@ -244,6 +254,38 @@ def _marks_sensitive(schema: JSONSchema) -> bool:
 
     _map_subschemas(schema, look)
     return any(marks)
+
+
+def _views(schema: Any) -> Iterator[JSONSchema]:
+    """`schema` and every branch of it that may apply to the same value."""
+    if isinstance(schema, dict):
+        yield schema
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for branch in schema.get(keyword, ()):
+                yield from _views(branch)
+
+
+def _redact(value: Any, *schemas: Any) -> Any:
+    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`, and for nothing else.
+
+    apcore's own redaction passes over maps (`additionalProperties`), and by default blanks innocent keys by substring
+    ("author", "tokens_used").
+    """
+    views = [view for schema in schemas for view in _views(schema)]
+    if value is not None and any(view.get("x-sensitive") is True for view in views):
+        return REDACTED_VALUE
+    if isinstance(value, list):
+        items = [schema for view in views for schema in (view.get("items"), *view.get("prefixItems", ()))]
+        return [_redact(item, *items) for item in value]
+    if not isinstance(value, dict):
+        return value
+    maps = [schema for view in views for schema in view.get("patternProperties", {}).values()]
+
+    def of(name: str) -> Iterator[Any]:
+        for view in views:
+            yield view.get("properties", {}).get(name) or view.get("additionalProperties")
+
+    return {name: _redact(item, *of(name), *maps) for name, item in value.items()}
 
 
 _STRICT_DROPS = frozenset("title default examples discriminator $schema $id $comment".split())
@@ -383,16 +425,18 @@ class _Tool:
     descriptor: ModuleDescriptor
     input_schema: JSONSchema
     output_schema: JSONSchema  # as advertised; {} when none is
-    redacts_output: bool
+    sensitive_output: JSONSchema  # what results are redacted by; {} when nothing is sensitive
     has_sensitive_input: bool
 
     @classmethod
     def build(cls, descriptor: ModuleDescriptor, *, redact_output: bool) -> _Tool:
         """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
-        input_schema, output_schema = _input_schema(descriptor), _output_schema(descriptor, redact=redact_output)
-        redacts = redact_output and _marks_sensitive(descriptor.output_schema)
-        tool = cls(descriptor, input_schema, output_schema, redacts, _marks_sensitive(input_schema))
-        _plain(tool.definition())  # one tool that JSON cannot say would break the whole list
+        given, returned = _input_schema(descriptor), _SchemaConverter(descriptor.output_schema).inline()
+        sensitive = returned if redact_output and _marks_sensitive(returned) else {}
+        tool = cls(descriptor, given, _as_sent(returned, redact=bool(sensitive)), sensitive, _marks_sensitive(given))
+        # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
+        # when it stands in the answer.
+        _plain({"result": {"tools": [[[[tool.definition()]]]]}})
         return tool
 
     @property
@@ -430,14 +474,6 @@ def _to_text(value: Any) -> str:
     return to_json(value, fallback=str, bytes_mode="base64").decode()
 
 
-def _redact(value: Any, schema: JSONSchema) -> Any:
-    """`value`, plain JSON, with `***REDACTED***` for what `schema` marks `x-sensitive`, and for nothing else.
-
-    apcore's default keys would also blank innocent ones by substring ("author", "tokens_used").
-    """
-    return redact_sensitive(value, schema, sensitive_keys=[])
-
-
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
     """A module's output as JSON text, and the same value in plain types, sensitive fields redacted.
 
@@ -447,8 +483,8 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
     try:
         text = _to_text({} if output is None else output)
         value = from_json(text, allow_inf_nan=False)
-        if tool.redacts_output:
-            value = _redact(value, tool.descriptor.output_schema)
+        if tool.sensitive_output:
+            value = _redact(value, tool.sensitive_output)
             text = _to_text(value)
     except Exception:  # a module's own __str__ may raise anything
         raise ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON") from None
@@ -511,8 +547,8 @@ class _ErrorMapper:
         if isinstance(error, SchemaValidationError):
             text, details = self._validation(error)
         else:
-            facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": self._masked(error.message)}
-            text = _SENTENCES.get(code, f"Module error: {code}").format_map(facts)
+            facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": error.message}
+            text = self._masked(_SENTENCES[code].format_map(facts) if code in _SENTENCES else f"Module error: {code}")
             details = {"timeout_ms": facts["timeout_ms"]} if code == "MODULE_TIMEOUT" else {}
         logger.error("Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__, text)
         return _failure(text, code, details, error)
@@ -526,7 +562,10 @@ class _ErrorMapper:
         return self.to_result(SchemaValidationError(errors=errors)) if errors else None
 
     def _unexpected(self, error: BaseException, code: str) -> dict[str, Any]:
-        told = (self._tool.module_id, type(error).__name__, self._masked(str(error)))
+        text = "<exception str() failed>"
+        with contextlib.suppress(Exception):
+            text = self._masked(str(error))
+        told = (self._tool.module_id, type(error).__name__, text)
         if self._secrets:
             trace = self._masked("".join(traceback.format_exception(error)))
             logger.error("Tool call error: %s - %s: %s\n%s", *told, trace)
@@ -554,8 +593,8 @@ class _ErrorMapper:
         missing: dict[tuple[str, ...], Iterator[str]] = {}
         for e in self._tool.validator.iter_errors(self._arguments):
             if e.validator == "required":
-                absent = (name for name in e.validator_value if name not in e.instance)
-                missing.setdefault(tuple(map(str, e.absolute_path)), absent)
+                absent = [name for name in e.validator_value if name not in e.instance]
+                missing.setdefault(tuple(map(str, e.absolute_path)), iter(absent))
         errors = []
         for entry in raw:
             path, code = _place_and_code(entry)
@@ -575,8 +614,11 @@ class _ErrorMapper:
             if isinstance(value, dict | list):
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                     yield from leaves(item, shown if shown == REDACTED_VALUE else shown[key])
-            elif shown == REDACTED_VALUE and value is not None and not isinstance(value, bool):
-                yield from (str(value), repr(value).strip("'\""), json.dumps(value).strip('"'))
+            elif shown == REDACTED_VALUE and isinstance(value, str):
+                yield from (value, repr(value)[1:-1], *(json.dumps(value, ensure_ascii=a)[1:-1] for a in (True, False)))
+                yield from value.splitlines()  # a traceback indents each
+            elif shown == REDACTED_VALUE and isinstance(value, int | float) and not isinstance(value, bool):
+                yield repr(value)
 
         if not self._tool.has_sensitive_input:
             return []
@@ -981,7 +1023,7 @@ class _ExecutionRouter:
             if task is None or task.cancelling():
                 raise
             return _ErrorMapper(tool, call.arguments).to_result(error)  # the module raised it by itself
-        except (Exception, SystemExit, KeyboardInterrupt, BaseExceptionGroup) as error:  # a module may raise anything
+        except BaseException as error:  # a module may raise anything
             if isinstance(error, ModuleError) and error.code == "MODULE_TIMEOUT":
                 call.cancel()
             return _ErrorMapper(tool, call.arguments).to_result(error)
@@ -1799,7 +1841,8 @@ class _WorkerThreads(ThreadPoolExecutor):
                 try:
                     future.set_result(fn(*args, **kwargs))
                 except BaseException as error:  # SystemExit included: the module's, not this thread's
-                    future.set_exception(error)
+                    # A future would never end with StopIteration.
+                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
         self._work_items.put(run)
         if not self._free.acquire(blocking=False) and self._unstarted:
