@@ -1,0 +1,34 @@
+"""The same modules for OpenAI's API: what to send, and what to do with the call that comes back.
+
+    python examples/openai_tools.py
+
+Nothing here needs the `openai` package or a network: the model's answer is a recorded one.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+from apcore import Executor, Registry
+from apcore_mcp import from_openai_call, to_openai_tools
+
+# What `client.chat.completions.create(..., tools=tools)` brought back in `choices[0].message.tool_calls[0].function`.
+# In strict mode a model has to name every property, so it writes null for what it leaves out.
+RECORDED = {"name": "text-analyze", "arguments": '{"text": "The cat sat. The dog did not!", "top": null}'}
+
+
+async def main() -> None:
+    registry = Registry(extensions_dir=str(Path(__file__).parent / "extensions"))
+    registry.discover()
+
+    tools = to_openai_tools(registry, strict=True, embed_annotations=True)
+    print(json.dumps(tools, indent=2))
+
+    module_id, inputs = from_openai_call(registry, RECORDED["name"], RECORDED["arguments"])
+    output = await Executor(registry).call_async(module_id, inputs)
+    print(f"\nThe model calls {RECORDED['name']} with {RECORDED['arguments']}")
+    print(f"That is {module_id} with {inputs}, which returns\n{json.dumps(output, indent=2, default=str)}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,37 @@
+"""The five-minute proof: start the server as a client would, list its tools, call two of them.
+
+    python examples/quickstart.py
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from mcp import StdioServerParameters
+from mcp.client import Client
+
+EXTENSIONS = Path(__file__).parent / "extensions"
+SERVER = StdioServerParameters(
+    command=sys.executable,
+    args=["-m", "apcore_mcp", "--extensions-dir", str(EXTENSIONS), "--log-level", "WARNING"],
+)
+CALLS = [
+    ("text.analyze", {"text": "The cat sat. The dog did not!", "top": 1}),
+    ("calendar.workdays", {"start": "2025-04-14", "end": "2025-04-25", "region": "germany"}),
+    ("calendar.workdays", {"start": "2025-04-14", "region": "atlantis"}),  # a mistake, and how a model is told
+]
+
+
+async def main() -> None:
+    async with Client(SERVER) as client:
+        print(f"Connected, MCP {client.protocol_version}\n")
+        for tool in (await client.list_tools()).tools:
+            print(f"  {tool.name:28} {tool.description}")
+        for name, arguments in CALLS:
+            result = await client.call_tool(name, arguments)
+            print(f"\n> {name} {arguments}")
+            print(result.structured_content or result.content[0].text)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
