@@ -50,10 +50,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from urllib.parse import unquote
 
-from anyio import EndOfStream
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
-from apcore.cancel import CancelToken
+from apcore.cancel import CancelToken, ExecutionCancelledError
 from apcore.errors import ModuleExecuteError, SchemaValidationError
 from apcore.pipeline import PipelineStepError
 from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
@@ -126,8 +125,7 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchem
 
 
 def _types(schema: JSONSchema) -> list[str]:
-    types = schema.get("type", ())
-    return [types] if isinstance(types, str) else list(types)
+    return [types] if isinstance(types := schema.get("type", ()), str) else list(types)
 
 
 def _last_step(ref: str) -> str:
@@ -166,8 +164,8 @@ class _SchemaConverter:
         if not _TYPES.issuperset(_types(node)) or not isinstance(node.get("required", []), list):
             raise ValueError(f"Not a JSON Schema: {node!r:.80}")
         result = _map_subschemas(node, self._visit)
-        if isinstance(result.get("discriminator"), dict):  # its mapping names definitions that are gone
-            result["discriminator"] = {k: v for k, v in result["discriminator"].items() if k != "mapping"}
+        if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
+            result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
             return result
         target = self._target(result.pop("$ref"))
@@ -202,14 +200,10 @@ def _plain(value: Any) -> Any:
 
 
 def _admits_object(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return schema is not False
-    unions = (schema[keyword] for keyword in ("anyOf", "oneOf") if keyword in schema)
-    return (
-        "object" in (_types(schema) or ["object"])
-        and all(any(map(_admits_object, union)) for union in unions)
-        and all(map(_admits_object, schema.get("allOf", ())))
-    )
+    if not isinstance(schema, dict) or "object" not in (_types(schema) or ["object"]):
+        return schema is True
+    unions = all(any(map(_admits_object, schema[keyword])) for keyword in ("anyOf", "oneOf") if keyword in schema)
+    return unions and all(map(_admits_object, schema.get("allOf", ())))
 
 
 def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
@@ -244,16 +238,20 @@ def _as_sent(schema: JSONSchema, *, redact: bool) -> JSONSchema:
     return _plain({**change(schema), "type": "object"}) if schema and _admits_object(schema) else {}
 
 
-def _marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
-    marks = [schema.get("x-sensitive") is True]
-
+def _any_node(schema: JSONSchema, test: Callable[[JSONSchema], bool]) -> bool:
+    """Whether `schema`, or a schema anywhere inside it, passes `test`."""
+    found = [test(schema)]
     def look(node: JSONSchema) -> JSONSchema:
-        marks.append(_marks_sensitive(node))
+        found.append(_any_node(node, test))
         return node
 
     _map_subschemas(schema, look)
-    return any(marks)
+    return any(found)
+
+
+def _marks_sensitive(schema: JSONSchema) -> bool:
+    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
+    return _any_node(schema, lambda node: node.get("x-sensitive") is True)
 
 
 def _views(schema: Any) -> Iterator[JSONSchema]:
@@ -265,27 +263,33 @@ def _views(schema: Any) -> Iterator[JSONSchema]:
                 yield from _views(branch)
 
 
-def _redact(value: Any, *schemas: Any) -> Any:
-    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`, and for nothing else.
+def _redact(value: Any, *schemas: Any, found: list[Any] | None = None) -> Any:
+    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`, which goes to `found`.
 
     apcore's own redaction passes over maps (`additionalProperties`), and by default blanks innocent keys by substring
     ("author", "tokens_used").
     """
     views = [view for schema in schemas for view in _views(schema)]
     if value is not None and any(view.get("x-sensitive") is True for view in views):
+        if found is not None:
+            found.append(value)
         return REDACTED_VALUE
     if isinstance(value, list):
-        items = [schema for view in views for schema in (view.get("items"), *view.get("prefixItems", ()))]
-        return [_redact(item, *items) for item in value]
-    if not isinstance(value, dict):
-        return value
-    maps = [schema for view in views for schema in view.get("patternProperties", {}).values()]
+        return [_redact(item, *_inside(views, index), found=found) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _redact(item, *_inside(views, name), found=found) for name, item in value.items()}
+    return value
 
-    def of(name: str) -> Iterator[Any]:
-        for view in views:
-            yield view.get("properties", {}).get(name) or view.get("additionalProperties")
 
-    return {name: _redact(item, *of(name), *maps) for name, item in value.items()}
+def _inside(views: list[JSONSchema], step: str | int) -> Iterator[Any]:
+    """The schemas of one property or item of a value that `views` describe."""
+    for view in views:
+        if isinstance(step, int):
+            yield view["prefixItems"][step] if step < len(view.get("prefixItems", ())) else view.get("items")
+            continue
+        named = [view["properties"][step]] if step in view.get("properties", ()) else []
+        named += [schema for pattern, schema in view.get("patternProperties", {}).items() if re.search(pattern, step)]
+        yield from named or [view.get("additionalProperties")]
 
 
 _STRICT_DROPS = frozenset("title default examples discriminator $schema $id $comment".split())
@@ -308,20 +312,17 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
 
 def _nullable(schema: Any) -> Any:
     """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
-    if _is_valid(None, schema):
+    if not isinstance(schema, dict) or _is_valid(None, schema):
         return schema
-    if not isinstance(schema, dict) or schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if"}:
-        alone = isinstance(schema, dict) and schema.keys() <= {"anyOf", "description"}
-        return {**schema, "anyOf": [*schema["anyOf"], _NULL]} if alone else {"anyOf": [schema, _NULL]}
-    result = dict(schema)
-    if choices := [result.pop("const")] if "const" in result else result.get("enum"):
-        result["enum"] = [*choices, None]
-    if "type" in result:
-        result["type"] = [*_types(result), "null"]
-    return result
-
-
-_NULL = {"type": "null"}
+    null = {"type": "null"}
+    if "anyOf" in schema and schema.keys() <= {"anyOf", "description"}:
+        return {**schema, "anyOf": [*schema["anyOf"], null]}
+    if schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if"}:
+        return {"anyOf": [schema, null]}
+    result = {key: value for key, value in schema.items() if key != "const"}
+    if schema.keys() & {"const", "enum"}:
+        result["enum"] = [*(schema.get("enum") or [schema["const"]]), None]
+    return {**result, "type": [*dict.fromkeys([*_types(schema), "null"])]} if "type" in schema else result
 
 
 def _is_valid(value: Any, schema: Any) -> bool:
@@ -332,13 +333,12 @@ def _drop_nulls(value: Any, schema: Any) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     if not isinstance(schema, dict):
         return value
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        candidate = _drop_nulls(value, branch)
-        if _is_valid(candidate, branch):
-            value = candidate
-            break
-    for branch in schema.get("allOf", ()):
-        value = _drop_nulls(value, branch)
+    branches = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    # The branch the model wrote for comes first: an open object would take anything, nulls included.
+    branches.sort(key=lambda branch: not (isinstance(branch, dict) and _is_valid(value, _to_strict(branch))))
+    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
+    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
+    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
     if isinstance(value, list):
         return [_drop_nulls(item, schema.get("items")) for item in value]
     if not isinstance(value, dict):
@@ -474,6 +474,10 @@ def _to_text(value: Any) -> str:
     return to_json(value, fallback=str, bytes_mode="base64").decode()
 
 
+def _not_json() -> ModuleError:
+    return ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON")
+
+
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
     """A module's output as JSON text, and the same value in plain types, sensitive fields redacted.
 
@@ -487,7 +491,7 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
             value = _redact(value, tool.sensitive_output)
             text = _to_text(value)
     except Exception:  # a module's own __str__ may raise anything
-        raise ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON") from None
+        raise _not_json() from None
     return text, value
 
 
@@ -534,18 +538,21 @@ class _ErrorMapper:
     """
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any]) -> None:
-        self._tool = tool
-        self._arguments = arguments
+        self._tool, self._arguments = tool, arguments
 
     def to_result(self, error: BaseException) -> dict[str, Any]:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
         code, cause = "GENERAL_INTERNAL_ERROR", error
         if isinstance(error, ModuleError):
             code, cause = error.code, error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
+        step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
+        if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
+            error = cause = _not_json()
+            code = error.code
         if not isinstance(error, ModuleError) or not isinstance(cause, ModuleError):
             return self._unexpected(cause, code)
         if isinstance(error, SchemaValidationError):
-            text, details = self._validation(error)
+            text, details = self._validation(error, step)
         else:
             facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": error.message}
             text = self._masked(_SENTENCES[code].format_map(facts) if code in _SENTENCES else f"Module error: {code}")
@@ -573,13 +580,12 @@ class _ErrorMapper:
             logger.error("Tool call error: %s - %s: %s", *told, exc_info=error)
         return _failure("Internal error occurred", code)
 
-    def _validation(self, error: SchemaValidationError) -> tuple[str, dict[str, Any]]:
+    def _validation(self, error: SchemaValidationError, step: str) -> tuple[str, dict[str, Any]]:
         if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
             # A module that this one called was given something wrong: not the client's fault, nor its business.
             return f"Module error: {error.code}", {}
         raw = [e if isinstance(e, dict) else dataclasses.asdict(e) for e in error.details.get("errors") or ()]
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
-        step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
         if step == "output_validation" or error.message.startswith("Output"):
             errors = [{"field": ".".join(path), "code": code} for path, code in map(_place_and_code, raw)]
             lines = [f"- {e['field'] or '(root)'} ({e['code']})" for e in errors]
@@ -610,20 +616,20 @@ class _ErrorMapper:
     def _secrets(self) -> list[str]:
         """Every way in which a text may spell the sensitive values of this call, longest first."""
 
-        def leaves(value: Any, shown: Any) -> Iterator[str]:
+        def spellings(value: Any) -> Iterator[str]:
             if isinstance(value, dict | list):
-                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    yield from leaves(item, shown if shown == REDACTED_VALUE else shown[key])
-            elif shown == REDACTED_VALUE and isinstance(value, str):
-                yield from (value, repr(value)[1:-1], *(json.dumps(value, ensure_ascii=a)[1:-1] for a in (True, False)))
-                yield from value.splitlines()  # a traceback indents each
-            elif shown == REDACTED_VALUE and isinstance(value, int | float) and not isinstance(value, bool):
+                for item in value.values() if isinstance(value, dict) else value:
+                    yield from spellings(item)
+            elif isinstance(value, str):  # a traceback indents each line
+                yield from (value, repr(value)[1:-1], *value.splitlines())
+                yield from (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
+            elif value is not None and not isinstance(value, bool):
                 yield repr(value)
 
-        if not self._tool.has_sensitive_input:
-            return []
-        shown = _redact(self._arguments, self._tool.input_schema)
-        return sorted(filter(None, {*leaves(self._arguments, shown)}), key=len, reverse=True)
+        found: list[Any] = []
+        if self._tool.has_sensitive_input:
+            _redact(self._arguments, self._tool.input_schema, found=found)
+        return sorted(filter(None, {*spellings(found)}), key=len, reverse=True)
 
     def _masked(self, text: str) -> str:
         for secret in self._secrets:
@@ -658,10 +664,8 @@ class _ToolCatalog:
     def __init__(
         self, registry: Registry, tags: list[str] | None, prefix: str | None, *, redact_output: bool = True
     ) -> None:
-        self._registry = registry
+        self._registry, self._redact_output, self._lock = registry, redact_output, threading.Lock()
         self._eligible = functools.partial(registry.list, tags=tags or None, prefix=prefix)
-        self._redact_output = redact_output
-        self._lock = threading.Lock()
         self._by_name: dict[str, _Tool] = {}
         self._listings: dict[bool, list[dict[str, Any]]] = {}
         self._tools: dict[str, _Tool] = {}
@@ -721,6 +725,40 @@ class _ToolCatalog:
             return None
 
 
+def _watch(registry: Registry) -> Callable[[], None]:
+    """Reload the modules of the registry's directories as their files change; returns what ends that."""
+    from watchdog.events import FileSystemEvent, FileSystemEventHandler
+    from watchdog.observers import Observer
+
+    # `Registry.watch()` gives watchdog a handler without the `dispatch` it calls (apcore 0.28 to 0.32), and what that
+    # handler would call has no public name.
+    internals = cast(Any, registry)
+    known: dict[str, tuple[int, int]] = {}
+
+    class Reload(FileSystemEventHandler):
+        def on_any_event(self, event: FileSystemEvent) -> None:
+            for path in map(str, (event.src_path, event.dest_path)):
+                if event.is_directory or not path.endswith(".py") or os.path.basename(path).startswith(("_", ".")):
+                    continue
+                try:
+                    state = os.stat(path).st_mtime_ns, os.stat(path).st_size
+                except OSError:
+                    known.pop(path, None)
+                    internals._handle_file_deletion(path)
+                else:
+                    if state[1] and known.get(path) != state:  # not while it is still empty, and once for each state
+                        known[path] = state
+                        internals._handle_file_change(path)
+
+    observer = Observer()
+    for root in internals._extension_roots:
+        for path in Path(root["root"]).rglob("*.py"):
+            known[str(path)] = path.stat().st_mtime_ns, path.stat().st_size
+        observer.schedule(Reload(), str(root["root"]), recursive=True)
+    observer.start()
+    return observer.stop
+
+
 # ---- Calls: one running tool call: progress, questions, approval, cancellation; event loop only ----
 
 
@@ -751,6 +789,8 @@ async def elicit(
 
 # From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
 _PARKING_VERSION = "2026-07-28"
+_PARKED_SECONDS = 600.0  # how long a call waits for its user's answer before it is cancelled
+_PARKED_MAX = 1_000  # how many calls may wait; one more is told that nobody answers
 _CALL_KEY = "_mcp_call"
 
 
@@ -768,19 +808,17 @@ class _Call:
     """
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any], ctx: RequestContext) -> None:
-        self.tool = tool
-        self.arguments = arguments
+        self.tool, self.arguments = tool, arguments
         self.session: ServerSession | None = ctx.session
         self.wants_progress = "progress_token" in (ctx.meta or {})
         self.parks = ctx.protocol_version >= _PARKING_VERSION and _can_elicit(ctx.session)
         self.token = CancelToken()
-        self.task: asyncio.Task[dict[str, Any]] | None = None
-        self.asked = asyncio.Event()
+        self.task: asyncio.Task[dict[str, Any]] | None = asyncio.current_task()
+        self.stopped = False  # by the end of the server, not by its client
         self.question: tuple[str, dict[str, Any]] = ("", {})
+        self.asked, self._asking = asyncio.Event(), asyncio.Lock()
         self._answer: asyncio.Future[ElicitResult | None] | None = None
-        self._asking = asyncio.Lock()
-        self._request_id = ctx.request_id
-        self._loop = asyncio.get_running_loop()
+        self._request_id, self._loop = ctx.request_id, asyncio.get_running_loop()
         progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
         self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
@@ -818,13 +856,17 @@ class _Call:
                 self.question = (key or "input", {"method": "elicitation/create", "params": params})
                 self._answer = self._loop.create_future()
                 self.asked.set()
-                answer = await self._answer
+                try:
+                    answer = await asyncio.wait_for(self._answer, _PARKED_SECONDS)
+                except TimeoutError:
+                    logger.warning("Question of %s was not answered; its call is cancelled", self.tool.module_id)
+                    self.cancel()
             elif self.can_ask and self.session is not None:
                 try:
                     answer = await self.session.elicit_form(message, schema, related_request_id=self._request_id)
                 except Exception as error:  # the client's fault or its connection's: the module goes on without
                     logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
-        return dict(answer.content or {}) if answer is not None and answer.action == "accept" else None
+        return dict(answer.content or {}) if answer and getattr(answer, "action", None) == "accept" else None
 
     def answer(self, result: Any) -> None:
         """Let the module go on with `result`, an elicitation result or None."""
@@ -833,60 +875,30 @@ class _Call:
             self._answer.set_result(result)
 
     def cancel(self) -> None:
-        """End the module: its CancelToken for code that looks at it, its coroutine when it is one."""
-        self.token.cancel()
-        # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; what the
-        # coroutine was called with tells whose it is.
-        for task in asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
-            coroutine = task.get_coro()
-            values = inspect.getcoroutinelocals(coroutine).values() if inspect.iscoroutine(coroutine) else ()
-            if any(isinstance(value, Context | _Call) and value.data is self.data for value in values):
-                task.cancel()
+        """End the module, unless it has been told to already."""
+        if not self.token.is_cancelled:
+            _cancel([self])
 
 
-class _ParkedCalls:
-    """Running calls that wait for their user, from the `input_required` answer to the client's retry.
-
-    A call is resumed once, by its state of 32 random bytes (which the SDK's RequestStateBoundary seals and binds to the
-    tool and its arguments), so its module never runs twice. At most `limit` wait, each for `seconds`: one more is
-    refused, an expired one cancelled. Event loop only.
-    """
-
-    def __init__(self, limit: int = 1_000, seconds: float = 600) -> None:
-        self.limit = limit
-        self.seconds = seconds
-        self._calls: dict[str, tuple[_Call, asyncio.TimerHandle]] = {}
-
-    def park(self, call: _Call) -> str | None:
-        """The state that resumes `call`, or None when too many wait already."""
-        if len(self._calls) >= self.limit:
-            return None
-        state = secrets.token_urlsafe(32)
-        self._calls[state] = (call, asyncio.get_running_loop().call_later(self.seconds, self.drop, state))
-        return state
-
-    def resume(self, state: str) -> _Call | None:
-        call, timer = self._calls.pop(state, (None, None))
-        if timer is not None:
-            timer.cancel()
-        return call
-
-    def drop(self, state: str) -> None:
-        if call := self.resume(state):
-            logger.warning("Question of %s was not answered; the call is cancelled", call.tool.module_id)
-            call.cancel()
-
-    def close(self) -> None:
-        for state in [*self._calls]:
-            self.drop(state)
+def _cancel(calls: Iterable[_Call]) -> None:
+    """End modules: their CancelTokens for code that looks at them, their coroutines where they are some."""
+    for call in calls:
+        call.token.cancel()
+    # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; what the
+    # coroutine was called with tells whose it is.
+    ended = {id(call.data) for call in calls}
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        coroutine = task.get_coro()
+        values = inspect.getcoroutinelocals(coroutine).values() if inspect.iscoroutine(coroutine) else ()
+        if any(isinstance(value, Context | _Call) and id(value.data) in ended for value in values):
+            task.cancel()
 
 
 class _UserApproval:
     """apcore's approval gate, put to the user as a question (`approval=` of `serve()`; SRS FR-ANNOT-006)."""
 
     def __init__(self, mode: str, catalog: _ToolCatalog) -> None:
-        self._mode = mode
-        self._catalog = catalog
+        self._mode, self._catalog = mode, catalog
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = request.context.data.get(_CALL_KEY)
@@ -950,14 +962,24 @@ class _ExecutionRouter:
     """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
 
     Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call (SRS FR-EXEC-007).
+    A call that waits for its user is `parked` between the `input_required` answer and the client's retry, under a state
+    of 32 random bytes (which the SDK's RequestStateBoundary seals and binds to tool and arguments). It is resumed once,
+    so its module never runs twice.
     """
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, *, validate_inputs: bool) -> None:
-        self._catalog = catalog
-        self._executor = executor
-        self._validate_inputs = validate_inputs
-        self.parked = _ParkedCalls()
+        self._catalog, self._executor, self._validate_inputs = catalog, executor, validate_inputs
+        self.parked: dict[str, _Call] = {}
+        self.running: set[_Call] = set()
         self.activity = _Activity()
+
+    def stop(self) -> None:
+        """End what still runs or waits; who asked for it is told so."""
+        for call in (calls := self.running | {*self.parked.values()}):
+            call.stopped = True
+            if call.task is not None:
+                call.task.cancel()
+        _cancel(calls)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
         with self.activity:
@@ -979,7 +1001,7 @@ class _ExecutionRouter:
             return await self._until_done_or_asked(call)
 
     async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
-        call = self.parked.resume(state)
+        call = self.parked.pop(state, None)
         if call is None:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         call.session = session
@@ -1000,15 +1022,20 @@ class _ExecutionRouter:
                 asked.cancel()
             if call.task.done():
                 return call.task.result()
-            if state := self.parked.park(call):
-                call.session = None
-                key, question = call.question
-                return {"resultType": "input_required", "requestState": state, "inputRequests": {key: question}}
-            logger.warning("Question of %s is not asked: %d calls wait already", call.tool.module_id, self.parked.limit)
+            if len(self.parked) < _PARKED_MAX:
+                return self._park(call, call.task)
+            logger.warning("Question of %s is not asked: too many calls wait for an answer", call.tool.module_id)
             call.answer(None)
+
+    def _park(self, call: _Call, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        call.session, state = None, secrets.token_urlsafe(32)
+        self.parked[state] = call
+        task.add_done_callback(lambda _: self.parked.pop(state, None))
+        return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
 
     async def _execute(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
         tool, started = call.tool, time.perf_counter()
+        self.running.add(call)
         try:
             if self._validate_inputs and (refusal := _ErrorMapper(tool, call.arguments).invalid_arguments()):
                 return refusal
@@ -1020,6 +1047,9 @@ class _ExecutionRouter:
         except asyncio.CancelledError as error:
             call.cancel()
             task = asyncio.current_task()
+            if call.stopped and task is not None:
+                task.uncancel()
+                return _ErrorMapper(tool, call.arguments).to_result(ExecutionCancelledError())
             if task is None or task.cancelling():
                 raise
             return _ErrorMapper(tool, call.arguments).to_result(error)  # the module raised it by itself
@@ -1029,6 +1059,7 @@ class _ExecutionRouter:
             return _ErrorMapper(tool, call.arguments).to_result(error)
         finally:
             call.session = None
+            self.running.discard(call)
             if logger.isEnabledFor(logging.DEBUG):
                 elapsed_ms = (time.perf_counter() - started) * 1000
                 logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
@@ -1067,8 +1098,7 @@ class _Bridge:
         from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
-        self.options = options
-        self.closing = False
+        self.options, self.closing = options, False
         self.catalog = _ToolCatalog(options.registry, options.tags, options.prefix, redact_output=options.redact_output)
         self._executor, self._release_executor = options.executor(self.catalog)
         self._router = _ExecutionRouter(self.catalog, self._executor, validate_inputs=options.validate_inputs)
@@ -1084,10 +1114,10 @@ class _Bridge:
             on_list_tools=cast(Any, self._list_tools),
             on_call_tool=cast(Any, self._router.handle_call),
             on_subscriptions_listen=self._listen,
-            # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
-            get_tool_input_schema=lambda name: tool.input_schema if (tool := self.catalog.find(name)) else None,
         )
-        security = RequestStateSecurity.ephemeral(ttl=self._router.parked.seconds)
+        # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
+        self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
+        security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
         self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
 
     async def __aenter__(self) -> _Bridge:
@@ -1098,32 +1128,37 @@ class _Bridge:
                 loop.call_soon_threadsafe(self._changed.set)
 
         self.catalog.on_change = wake
-        self._start(self._announce())
-        if self.options.dynamic:
-            self.options.registry.watch()
+        self.start(self._announce())
+        self._unwatch = _watch(self.options.registry) if self.options.dynamic else lambda: None
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.options.dynamic:
-            self.options.registry.unwatch()
+        self._unwatch()
         self.catalog.close()
-        self._router.parked.close()
+        self._router.stop()
         self._release_executor()
+        self.cancel_tasks()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cancel_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks, timeout=_SHUTDOWN_SECONDS)
 
-    def _start(self, work: Any) -> asyncio.Task[None]:
+    def start(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def finish(self) -> None:
-        """End the streams that clients listen on and wait for what is being answered, for 5 seconds at most."""
+        """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
         self._listen.close()
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self.activity.idle.wait(), _SHUTDOWN_SECONDS)
+        except TimeoutError:
+            self._router.stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.activity.idle.wait(), 1)
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1166,7 +1201,7 @@ class _Bridge:
                 changed.clear()
                 await connection.send_tool_list_changed()
 
-        connection.exit_stack.callback(self._start(announce()).cancel)
+        connection.exit_stack.callback(self.start(announce()).cancel)
         connection.exit_stack.callback(self._followers.pop, connection, None)
 
     async def _announce(self) -> None:
@@ -1194,9 +1229,7 @@ class _Guard:
     """
 
     def __init__(self, app: ASGIApp, bridge: _Bridge, hosts: list[str]) -> None:
-        self._app = app
-        self._bridge = bridge
-        self._hosts = hosts
+        self._app, self._bridge, self._hosts = app, bridge, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
@@ -1222,24 +1255,16 @@ class _SSEEndpoint:
     """The deprecated SSE transport's stream, one MCP connection per GET."""
 
     def __init__(self, bridge: _Bridge, transport: SseServerTransport) -> None:
-        self._server = bridge.server
-        self._transport = transport
-        self._connections: set[asyncio.Task[None]] = set()
+        self._bridge, self._transport = bridge, transport
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server = self._bridge.server
         async with self._transport.connect_sse(scope, receive, send) as streams:
-            run = self._server.run(*streams, self._server.create_initialization_options())
-            connection: asyncio.Task[None] = asyncio.create_task(run)
-            self._connections.add(connection)
-            connection.add_done_callback(self._connections.discard)
+            connection = self._bridge.start(server.run(*streams, server.create_initialization_options()))
             try:
                 await asyncio.wait({connection})
             finally:
                 connection.cancel()
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -1253,19 +1278,21 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
 
     options, limit = bridge.options, _MESSAGE_MAX_BYTES
     guard = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts())
-    async with contextlib.AsyncExitStack() as stack:
-        if options.transport == "sse":
-            transport = SseServerTransport("/messages/", max_request_body_size=limit)
-            endpoint = _SSEEndpoint(bridge, transport)
-            stack.callback(endpoint.close)
-            routes = [Route("/sse", endpoint), Mount("/messages/", transport.handle_post_message)]
-        else:
-            manager = StreamableHTTPSessionManager(
-                bridge.server, stateless=options.stateless, max_request_body_size=limit
-            )
-            await stack.enter_async_context(manager.run())
-            routes = [Route(path, StreamableHTTPASGIApp(manager)) for path in ("/mcp", "/mcp/")]
-        yield Starlette(routes=routes, middleware=[guard])
+    if options.transport == "sse":
+        transport = SseServerTransport("/messages/", max_request_body_size=limit)
+        messages = Mount("/messages/", transport.handle_post_message)
+        try:
+            yield Starlette(routes=[Route("/sse", _SSEEndpoint(bridge, transport)), messages], middleware=[guard])
+        finally:
+            bridge.cancel_tasks()
+        return
+    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, max_request_body_size=limit)
+    routes = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
+    try:
+        async with sessions.run():
+            yield Starlette(routes=routes, middleware=[guard])
+    except BaseExceptionGroup as group:  # its task group wraps what is raised inside, which is somebody else's
+        raise group.exceptions[0] from None
 
 
 @contextlib.asynccontextmanager
@@ -1275,9 +1302,9 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
     options = bridge.options
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
-        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
         config.load()
@@ -1313,10 +1340,9 @@ def _standard_streams() -> Iterator[tuple[int, int]]:
         if _claimed:
             yield _claimed[0]
             return
-        try:
-            wire = os.dup(0), os.dup(1)
-        except OSError as error:
-            raise RuntimeError(f"stdin or stdout cannot be opened: {error}") from error
+        if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
+            raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
+        wire = os.dup(0), os.dup(1)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
@@ -1345,9 +1371,11 @@ def _flush_stdout() -> None:
         ctypes.CDLL(None).fflush(None)
 
 
-def _is_pipe(fd: int) -> bool:
-    mode = os.fstat(fd).st_mode
-    return sys.platform != "win32" and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+def _are_pipes(fds: tuple[int, int]) -> bool:
+    modes = [os.fstat(fd).st_mode for fd in fds]
+    pipes = all(stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) for mode in modes)
+    # Of one socket for both, asyncio's pipe transports would take the input for the end of the output.
+    return sys.platform != "win32" and pipes and not os.path.sameopenfile(*fds)
 
 
 # A reader, a writer, what ends the input as the client can, and what is left to do when everything is written.
@@ -1397,7 +1425,7 @@ async def _open_anything(read_fd: int, write_fd: int) -> Wire:
     return reader, writer, reader.feed_eof, functools.partial(threads[1].join, 1)
 
 
-class _StdioConnection:
+class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
     """One client at the other end of a wire, as the stream of messages (both ways) that the SDK's server runs on.
 
     A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error; the SDK would drop it, and its
@@ -1411,25 +1439,16 @@ class _StdioConnection:
         self._unanswered: Counter[str] = Counter()
         self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
-    async def __aenter__(self) -> _StdioConnection:
-        return self
+    async def aclose(self) -> None:
+        """Nothing: the server closes each direction by itself, and this is both."""
 
     async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
+        await self.aclose()
 
     def __aiter__(self) -> _StdioConnection:
         return self
 
     async def __anext__(self) -> SessionMessage:
-        try:
-            return await self.receive()
-        except EndOfStream:
-            raise StopAsyncIteration from None
-
-    async def receive(self) -> SessionMessage:
         from mcp.shared.message import SessionMessage
         from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
@@ -1446,7 +1465,7 @@ class _StdioConnection:
                 self._settle((message.params or {}).get("requestId"))  # a cancelled request is not answered
             return SessionMessage(message)
         await self._bridge.finish()
-        raise EndOfStream
+        raise StopAsyncIteration
 
     async def _read_line(self) -> bytes:
         """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped."""
@@ -1512,7 +1531,7 @@ class _StdioConnection:
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
     with _standard_streams() as fds:
-        open_wire = _open_pipes if all(map(_is_pipe, fds)) else _open_anything
+        open_wire = _open_pipes if _are_pipes(fds) else _open_anything
         connection = _StdioConnection(await open_wire(*fds), bridge)
         run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
         running: asyncio.Task[None] = asyncio.create_task(run)
@@ -1577,25 +1596,24 @@ class _Options:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transport", str(self.transport).lower())
-        object.__setattr__(self, "log_level", self.log_level and str(self.log_level).upper())
         if not isinstance(self.registry_or_executor, Registry | Executor):
             kind = type(self.registry_or_executor).__name__
             raise TypeError(f"Expected Registry or Executor instance, got {kind}")
         _check_filters(self.tags, self.prefix)
         _check_text("name", self.name, longest=255)
         _check_text("version", self.version, optional=True)
-        _check_choice("transport", self.transport, tuple(_TRANSPORTS))
-        if self.transport != "stdio":
-            _check_text("Host", self.host)
-            if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
-                raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
         for field in dataclasses.fields(self):
-            value, choices = getattr(self, field.name), field.metadata.get("choices")
+            value, kind, choices = getattr(self, field.name), type(field.default), field.metadata.get("choices")
             if choices and value is not None and not isinstance(value, ApprovalHandler):
-                _check_choice(field.name.replace("_", " ") if field.name == "log_level" else field.name, value, choices)
+                object.__setattr__(self, field.name, _chosen(field.name, value, choices))
+            if kind in (bool, int) and type(value) is not kind:
+                raise TypeError(f"{field.name} must be {kind.__name__}, got {type(value).__name__}")
             if field.name.startswith("on_") and value is not None and not callable(value):
                 raise TypeError(f"{field.name} must be callable or None, got {type(value).__name__}")
+        if self.transport != "stdio":
+            _check_text("Host", self.host)
+            if not 1 <= self.port <= 65535:
+                raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
         _check_texts("allowed_hosts", self.allowed_hosts)
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
@@ -1642,9 +1660,13 @@ def _check_texts(name: str, values: object) -> None:
         raise TypeError(f"{name} must be a list of strings, got {values!r}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Unknown {name}: {value!r}. Must be one of: {', '.join(choices)}")
+def _chosen(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """The choice that `value` is, in whatever case."""
+    for choice in choices:
+        if str(value).lower() == choice.lower():
+            return choice
+    label = name.replace("log_level", "log level")
+    raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
 
 
 def _check_filters(tags: list[str] | None, prefix: str | None) -> None:
@@ -1697,17 +1719,11 @@ def to_openai_tools(
 def _warn_of_strict(tool: _Tool, strict: JSONSchema) -> None:
     """Name what strict mode takes away from a module, and what OpenAI refuses of the rest."""
 
-    def opens(node: JSONSchema) -> JSONSchema:
-        lost.append(node.get("additionalProperties", False) is not False)
-        return _map_subschemas(node, opens)
-
-    lost: list[bool] = []
-    opens(tool.input_schema)
-    if any(lost):
-        text = "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode"
+    text = "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode"
+    if _any_node(tool.input_schema, lambda node: node.get("additionalProperties", False) is not False):
         logger.warning(text, tool.module_id)
+    text = "Schema for module '%s' is incompatible with OpenAI's strict mode: %s"
     if refused := detect_openai_strict_incompatibilities(strict):
-        text = "Schema for module '%s' is incompatible with OpenAI's strict mode: %s"
         logger.warning(text, tool.module_id, ", ".join(refused))
 
 
@@ -1729,7 +1745,7 @@ def from_openai_call(
     registry = _Options(registry_or_executor).registry
     module_id = from_openai_name(name, registry)
     try:
-        inputs = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     except ValueError as error:
         raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
     if not isinstance(inputs, dict):
@@ -1883,6 +1899,13 @@ def _block(options: _Options, started: Callable[[Callable[[], None]], None] = la
     _set_log_level(options)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     loop.set_default_executor(_WorkerThreads())
+
+    def handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A cancelled call does not wait for its thread, so nobody fetches what a module raises that was told to end.
+        if not isinstance(context.get("exception"), ExecutionCancelledError):
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle_exception)
 
     def stop_from_any_thread() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop

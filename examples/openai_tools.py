@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from apcore import Executor, Registry
+
 from apcore_mcp import from_openai_call, to_openai_tools
 
 # What `client.chat.completions.create(..., tools=tools)` brought back in `choices[0].message.tool_calls[0].function`.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcp import StdioServerParameters
 from mcp.client import Client
+from mcp.client.stdio import stdio_client
 
 EXTENSIONS = Path(__file__).parent / "extensions"
 SERVER = StdioServerParameters(
@@ -23,7 +24,7 @@ CALLS = [
 
 
 async def main() -> None:
-    async with Client(SERVER) as client:
+    async with Client(stdio_client(SERVER)) as client:
         print(f"Connected, MCP {client.protocol_version}\n")
         for tool in (await client.list_tools()).tools:
             print(f"  {tool.name:28} {tool.description}")

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from apcore import Executor, Registry
-from apcore_mcp import MCPServer
 from mcp import StdioServerParameters
 from mcp.client import Client
+from mcp.client.stdio import stdio_client
+
+from apcore_mcp import MCPServer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSIONS = ROOT / "examples" / "extensions"
@@ -89,10 +91,16 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(EXTENSIONS), *arguments]
 
 
-def stdio_parameters(*arguments: str) -> StdioServerParameters:
+def stdio(arguments: list[str], **environment: str) -> Any:
+    """A transport of the SDK's client that starts `arguments` as a subprocess."""
+    program, *rest = arguments
+    parameters = StdioServerParameters(command=program, args=rest, cwd=str(ROOT), env={**os.environ, **environment})
+    return stdio_client(parameters)
+
+
+def stdio_parameters(*arguments: str) -> Any:
     """What the SDK's client needs to start the examples' server as a subprocess."""
-    program, *rest = command(*arguments)
-    return StdioServerParameters(command=program, args=rest, cwd=str(ROOT), env=dict(os.environ))
+    return stdio(command(*arguments))
 
 
 class RawClient:

@@ -1,0 +1,358 @@
+"""The command line (FR-CLI-001 to -008, FR-LOG-001, FR-SERVER-006, design §1 "vendored" and §3 "Command line")."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apcore import Registry
+from conftest import HANDSHAKE, ROOT, RawClient, command, free_port
+from mcp.client import Client
+
+import apcore_mcp
+from apcore_mcp import to_openai_tools
+from apcore_mcp.__main__ import main
+
+NOISE = """
+import os, subprocess
+
+print("noise-print")
+os.write(1, b"noise-os\\n")
+subprocess.run(["echo", "noise-child"])
+"""
+
+MODULE = """
+from pydantic import BaseModel, Field
+
+class TextInput(BaseModel):
+    text: str = Field(description="What to say")
+    times: int | None = None
+
+class TextOutput(BaseModel):
+    text: str
+
+class Say:
+    description = "Say it"
+    tags = ["public", "{tag}"]
+    input_schema = TextInput
+    output_schema = TextOutput
+
+    def execute(self, inputs, context):
+        return {{"text": inputs["text"]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    """`main()` sets the logger's level; leave it as it was."""
+    logger = logging.getLogger("apcore_mcp")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture
+def extensions(tmp_path: Path) -> Path:
+    """A directory with three modules; its name has a space in it."""
+    directory = tmp_path / "my extensions"
+    for name, tag in (("voice/say.py", "loud"), ("voice/shout.py", "calm"), ("hand/write.py", "calm")):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(MODULE.format(tag=tag))
+    return directory
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m apcore_mcp` with no input at all."""
+    return subprocess.run(
+        [sys.executable, "-m", "apcore_mcp", *arguments],
+        **{"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 30, "cwd": ROOT, **options},
+    )
+
+
+def exported_names(output: str) -> list[str]:
+    return [tool["function"]["name"] for tool in json.loads(output)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            ["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no", id="no-directory"
+        ),
+        pytest.param(["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f", id="a-file"),
+        pytest.param(["--port", "0"], "port must be between 1 and 65535", id="port-0"),
+        pytest.param(["--port", "70000"], "port must be between 1 and 65535", id="port-70000"),
+        pytest.param(["--port", "-1"], "port must be between 1 and 65535", id="port-negative"),
+        pytest.param(["--name", ""], "server name must not be empty", id="no-name"),
+        pytest.param(["--name", "n" * 256], "server name must not exceed 255 characters", id="long-name"),
+        pytest.param(["--version", ""], "version must not be empty", id="no-version"),
+        pytest.param(["--host", ""], "Host must not be empty", id="no-host"),
+        pytest.param(["--prefix", ""], "prefix must not be empty", id="no-prefix"),
+        pytest.param(["--tags", "public", ""], "Tag values must not be empty", id="no-tag"),
+    ],
+)
+def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    (tmp_path / "f").touch()
+    (tmp_path / "empty").mkdir()
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    status = main(["--extensions-dir", str(tmp_path / "empty"), "--transport", "streamable-http", *arguments])
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (1, "")
+    assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "required: --extensions-dir", id="no-directory"),
+        pytest.param(["--extensions-dir", "."], "", id="fine-but-for-the-rest"),
+        pytest.param(
+            ["--extensions-dir", ".", "--transport", "websocket"], "invalid choice: 'websocket'", id="transport"
+        ),
+        pytest.param(["--extensions-dir", ".", "--log-level", "LOUD"], "invalid choice: 'LOUD'", id="log-level"),
+        pytest.param(["--extensions-dir", ".", "--port", "abc"], "invalid int value: 'abc'", id="port"),
+        pytest.param(["--extensions-dir", ".", "--export", "xml"], "invalid choice: 'xml'", id="export"),
+        pytest.param(["--extensions-dir", ".", "--tool-names", "short"], "invalid choice: 'short'", id="tool-names"),
+        pytest.param(["--extensions-dir", ".", "--approval", "maybe"], "invalid choice: 'maybe'", id="approval"),
+    ],
+)
+def test_arguments_that_cannot_be_parsed_end_with_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, *([] if message else ["--no-such-option"])])
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("usage: ")
+    assert message in printed.err
+
+
+def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    options = set(inspect.signature(apcore_mcp.serve).parameters) - {
+        "registry_or_executor",
+        "on_startup",
+        "on_shutdown",
+    }
+    flags = {f"--{name.replace('_', '-')}" for name in options} | {"--extensions-dir", "--export", "--help"}
+    described = {line.split()[0].strip(",") for line in text.splitlines() if line.lstrip().startswith("-")}
+    described |= {"--help"} if "-h, --help" in text else set()
+    assert flags - described == set()
+    for default in ("stdio", "127.0.0.1", "8000", "apcore-mcp", "INFO"):
+        assert f"(default: {default})" in " ".join(text.split())
+
+
+def test_the_installed_command_is_the_same_program() -> None:
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="apcore-mcp")
+    assert entry.load() is main
+
+
+@pytest.mark.parametrize(
+    ("transport", "host"),
+    [("streamable-http", "127.0.0.1"), ("sse", "127.0.0.1"), ("streamable-http", "203.0.113.7")],
+    ids=["port-in-use", "port-in-use-sse", "not-our-address"],
+)
+def test_an_address_that_cannot_be_had_ends_with_status_2_and_one_line(transport: str, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = command("--transport", transport, "--host", host, "--port", port)
+        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("Error: ")
+
+
+@pytest.mark.parametrize("form", ["mcp", "openai", "openai-strict"])
+def test_an_export_is_nothing_but_json_although_the_modules_print(extensions: Path, form: str) -> None:
+    """What the server lists, or what `to_openai_tools()` gives."""
+    (extensions / "hand" / "write.py").write_text(NOISE + MODULE.format(tag="calm"))
+    ended = run("--extensions-dir", str(extensions), "--export", form)
+    assert ended.returncode == 0, ended.stderr
+    exported = json.loads(ended.stdout)
+    assert "noise-print\n" in ended.stderr
+    assert "noise-os\n" in ended.stderr
+    assert "noise-child\n" in ended.stderr
+    if form == "mcp":
+        with RawClient([sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions)]) as client:
+            client.initialize()
+            expected = client.request("tools/list")["result"]["tools"]
+    else:
+        registry = Registry(extensions_dir=str(extensions))
+        registry.discover()
+        expected = to_openai_tools(registry, strict=form == "openai-strict")
+    assert len(expected) == 3
+    assert sorted(exported, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        pytest.param([], ["hand-write", "voice-say", "voice-shout"], id="all"),
+        pytest.param(["--prefix", "voice."], ["voice-say", "voice-shout"], id="prefix"),
+        pytest.param(["--tags", "public", "calm"], ["hand-write", "voice-shout"], id="tags"),
+        pytest.param(["--tags", "calm", "--prefix", "voice."], ["voice-shout"], id="both"),
+        pytest.param(["--tags", "secret"], [], id="none"),
+    ],
+)
+def test_tags_and_prefix_choose_what_is_exported(
+    extensions: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
+) -> None:
+    assert main(["--extensions-dir", str(extensions), "--export", "openai", *arguments]) == 0
+    assert sorted(exported_names(capsys.readouterr().out)) == names
+
+
+def test_options_reach_the_server_and_its_start_is_logged() -> None:
+    arguments = ["--name", "my tools", "--version", "7.8", "--prefix", "units.", "--tool-names", "portable"]
+    with RawClient(command(*arguments, "--log-level", "DEBUG", "--host", "", "--port", "9")) as client:
+        assert client.initialize()["result"]["serverInfo"] == {"name": "my tools", "version": "7.8"}
+        assert [tool["name"] for tool in client.request("tools/list")["result"]["tools"]] == ["units-convert"]
+        client.request("tools/call", {"name": "units-convert", "arguments": {}})
+        status, stderr = client.end()
+    assert status == 0
+    lines = stderr.decode().splitlines()
+    assert any(line.endswith("apcore-mcp server started: 1 tools registered, transport=stdio") for line in lines)
+    assert any("Tool call: units" in line for line in lines)
+
+
+def test_without_options_the_server_has_the_packages_name_and_version_and_logs_no_calls() -> None:
+    with RawClient(command()) as client:
+        info = client.initialize()["result"]["serverInfo"]
+        assert (info["name"], info["version"]) == ("apcore-mcp", apcore_mcp.__version__)
+        client.request("tools/call", {"name": "units.convert", "arguments": {"value": 1, "source": "m", "target": "m"}})
+        status, stderr = client.end()
+    assert status == 0
+    assert b"apcore-mcp server started: 11 tools registered, transport=stdio" in stderr
+    assert b"Tool call" not in stderr
+
+
+def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_empty_directory(tmp_path: Path) -> None:
+    """FR-SERVER-006; the server works all the same."""
+    arguments = [sys.executable, "-m", "apcore_mcp", "--log-level", "WARNING", "--extensions-dir", str(tmp_path)]
+    with RawClient(arguments) as client:
+        client.initialize()
+        assert client.request("tools/list")["result"]["tools"] == []
+        status, stderr = client.end()
+    assert status == 0
+    assert b"No modules registered; server starting with zero tools" in stderr
+    assert b"server started" not in stderr
+
+
+def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_served(extensions: Path) -> None:
+    """NFR-REL-002; a module that ends the process while it is imported is no exception."""
+    broken = {
+        "bad/syntax.py": "def broken(:\n",
+        "bad/raises.py": "raise ValueError('on import')\n",
+        "bad/missing.py": "import no_such_package_anywhere\n",
+        "bad/exits.py": "import sys\nsys.exit(3)\n",
+        "bad/text.binding.yaml": "bindings: [unclosed\n",
+        "bad/target.binding.yaml": (
+            "spec_version: '1.0'\nbindings:\n  - module_id: bad.target\n    target: 'no_such_module_here:run'\n"
+            "    input_schema: {type: object}\n    output_schema: {type: object}\n"
+        ),
+    }
+    for name, text in broken.items():
+        (extensions / name).parent.mkdir(exist_ok=True)
+        (extensions / name).write_text(text)
+    ended = run("--extensions-dir", str(extensions), "--export", "openai")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(exported_names(ended.stdout)) == ["hand-write", "voice-say", "voice-shout"]
+    lines = [line for line in ended.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
+    unnamed = [name for name in broken if not any(name.split("/")[1].split(".")[0] in line for line in lines)]
+    assert unnamed == [], ended.stderr
+
+
+def test_a_relative_directory_counts_from_where_the_command_is_run(extensions: Path) -> None:
+    ended = run("--extensions-dir", f"./{extensions.name}", "--export", "openai", cwd=extensions.parent)
+    assert sorted(exported_names(ended.stdout)) == ["hand-write", "voice-say", "voice-shout"]
+
+
+def test_a_vendored_copy_runs_without_the_package_it_was_copied_from(extensions: Path, tmp_path: Path) -> None:
+    vendored = tmp_path / "anyproject" / "_vendor" / "apcore_mcp"
+    shutil.copytree(Path(apcore_mcp.__file__).parent, vendored, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (vendored.parent, vendored.parent.parent):
+        (package / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = ["--extensions-dir", str(extensions)]
+    # The installed package cannot be imported here, so an absolute import of it would show.
+    code = (
+        "import sys; sys.modules['apcore_mcp'] = None\n"
+        "import anyproject._vendor.apcore_mcp.__main__ as program\n"
+        "print(program.__file__, file=sys.stderr)\n"
+        "sys.exit(program.main())"
+    )
+    by_code, by_name = (
+        subprocess.Popen(
+            [sys.executable, *start, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment,
+        )
+        for start in (["-c", code], ["-m", "anyproject._vendor.apcore_mcp", "--export", "mcp"])
+    )  # fmt: skip
+    _, stderr = by_code.communicate(timeout=30)
+    assert by_code.returncode == 0, stderr
+    assert str(vendored / "__main__.py") in stderr
+    assert "apcore-mcp server started: 3 tools registered, transport=stdio" in stderr
+    stdout, stderr = by_name.communicate(timeout=30)
+    assert by_name.returncode == 0, stderr
+    assert sorted(tool["name"] for tool in json.loads(stdout)) == ["hand.write", "voice.say", "voice.shout"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "path", "number"),
+    [("streamable-http", "/mcp", signal.SIGTERM), ("sse", "/sse", signal.SIGINT)],
+    ids=["streamable-http", "sse"],
+)
+async def test_a_signal_ends_an_http_server_with_status_0_while_a_client_is_connected(
+    transport: str, path: str, number: signal.Signals
+) -> None:
+    port = free_port()
+    server = await asyncio.create_subprocess_exec(
+        *command("--transport", transport, "--port", str(port)), stderr=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert server.stderr is not None
+    try:
+        async with asyncio.timeout(45):
+            lines = []
+            while "server started" not in "".join(lines):
+                lines.append((await server.stderr.readline()).decode())
+                assert lines[-1], lines
+            url = f"http://127.0.0.1:{port}{path}"
+            client: Any = url
+            if transport == "sse":
+                from mcp.client.sse import sse_client
+
+                client = sse_client(url)
+            with contextlib.suppress(Exception):  # what the client makes of a server that ends is its own affair
+                async with Client(client, mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as connected:
+                    tools = (await connected.list_tools()).tools
+                    server.send_signal(number)
+                    lines.append((await server.stderr.read()).decode())
+                    status = await server.wait()
+            log = "".join(lines)
+            assert (len(tools), status) == (11, 0), log
+            assert "Traceback" not in log
+            assert f"apcore-mcp server started: 11 tools registered, transport={transport}" in log
+            deprecated = "SSE transport is deprecated; use streamable-http instead" in log
+            assert deprecated == (transport == "sse")
+    finally:
+        if server.returncode is None:
+            server.kill()
+            await server.wait()

@@ -1,0 +1,819 @@
+"""What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002, SRS 7.5.
+
+The design page (section 3: "Errors", "Validation", "Only listed tools can be called") adds the report in `_meta` and
+says what of `x-sensitive` arguments may be seen. Real registry, Executor, server and client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Literal, NoReturn
+
+import pytest
+from apcore import ACL, ACLRule, Executor, Middleware, ModuleAnnotations, ModuleError
+from apcore.approval import ApprovalResult
+from apcore.cancel import ExecutionCancelledError
+from apcore.errors import (
+    ACLDeniedError,
+    ApprovalDeniedError,
+    CallDepthExceededError,
+    CallFrequencyExceededError,
+    CircularCallError,
+    ConfigError,
+    InternalError,
+    InvalidInputError,
+    ModuleNotFoundError,
+    ModuleTimeoutError,
+    SchemaNotFoundError,
+    SchemaValidationError,
+)
+from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
+from mcp.client import Client
+from mcp_types import CallToolResult
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+SECRET = "S3CR3T"
+"""Part of every secret text below, so that no form of it, quoted or escaped, goes unseen."""
+PIN = 918273645
+
+
+@contextlib.asynccontextmanager
+async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
+    async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+        yield client
+
+
+def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
+    """Check what holds for every failed call (FR-ERROR-011); returns the report in `_meta`."""
+    assert result.is_error is True
+    assert result.structured_content is None
+    (part,) = result.content
+    assert part.type == "text"
+    assert text is None or part.text == text
+    assert result.meta is not None
+    report: dict[str, Any] = result.meta["apcore-mcp/error"]
+    assert report["status"] == "failure"
+    assert report["error_message"] == part.text
+    assert isinstance(report["error_type"], str)
+    assert report["error_type"]
+    assert report.keys() <= {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
+    return report
+
+
+def lines_of(report: dict[str, Any], title: str = "Input validation failed:") -> list[tuple[str, str, str]]:
+    """The `- {field}: {message} ({code})` lines of a validation error, which `error_details` must repeat."""
+    first, *rest = report["error_message"].split("\n")
+    assert first == title
+    found = [re.fullmatch(r"- (.*?): (.+) \(([A-Za-z_]+)\)", line) for line in rest]
+    assert found, "no line at all"
+    assert all(found), rest
+    lines = [(match[1], match[2], match[3]) for match in found if match]
+    told = [
+        (e["field"] or lines[i][0], e["message"], e["code"]) for i, e in enumerate(report["error_details"]["errors"])
+    ]
+    assert told == lines
+    return lines
+
+
+def errors_logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """The records of FR-LOG-003; what else the server may say of a call at that level is its own business."""
+    errors = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.ERROR]
+    return [r for r in errors if r.getMessage().startswith("Tool call error: ")]
+
+
+def everything_logged(caplog: pytest.LogCaptureFixture) -> str:
+    """All that any handler of the package's logger could write: messages, arguments, tracebacks."""
+    formatter = logging.Formatter("%(message)s")
+    ours = [r for r in caplog.records if r.name.startswith("apcore_mcp")]
+    return "\n".join(f"{formatter.format(r)}\n{r.args!r}\n{r.exc_text}\n{r.exc_info!r}" for r in ours)
+
+
+def raising(make: Callable[[], BaseException], *, awaits: bool = False) -> FunctionalModule:
+    def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
+        raise make()
+
+    async def fail_later(inputs: dict[str, Any], context: Any) -> NoReturn:
+        await asyncio.sleep(0)
+        raise make()
+
+    return FunctionalModule(fail_later if awaits else fail)
+
+
+# ---- The table of SRS 7.5: errors of apcore that a module raises ----
+
+WIDTH = {"field": "width", "code": "int_type", "message": "Input should be a valid integer"}
+NESTED = {"field": "parameters.width", "code": "missing", "message": "Field required"}
+CHAIN = ["chain.alpha", "chain.beta", "chain.alpha"]
+
+# The error, what the client is told, and the rest of the report.
+TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
+    "not_found": (
+        lambda: ModuleNotFoundError(module_id="comfyui.workflow.execute"),
+        "Module not found: comfyui.workflow.execute",
+        {"error_type": "MODULE_NOT_FOUND", "retryable": False, "user_fixable": True},
+    ),
+    "not_found_empty": (
+        lambda: ModuleNotFoundError(module_id=""),
+        "Module not found: ",
+        {"error_type": "MODULE_NOT_FOUND"},
+    ),
+    "validation": (
+        lambda: SchemaValidationError("Input validation failed", errors=[dict(WIDTH), dict(NESTED)]),
+        "Input validation failed:\n- width: Input should be a valid integer (int_type)\n"
+        "- parameters.width: Field required (missing)",
+        {"error_type": "SCHEMA_VALIDATION_ERROR", "user_fixable": True, "error_details": {"errors": [WIDTH, NESTED]}},
+    ),
+    "validation_empty": (
+        lambda: SchemaValidationError("Input validation failed", errors=[]),
+        "Input validation failed",
+        {"error_type": "SCHEMA_VALIDATION_ERROR"},
+    ),
+    "acl": (
+        lambda: ACLDeniedError(caller_id="mcp_client_123", target_id="admin.delete_all"),
+        "Access denied",
+        {"error_type": "ACL_DENIED", "retryable": False, "user_fixable": False},
+    ),
+    "acl_no_caller": (lambda: ACLDeniedError(None, "admin.delete_all"), "Access denied", {"error_type": "ACL_DENIED"}),
+    "timeout": (
+        lambda: ModuleTimeoutError(module_id="slow.module", timeout_ms=30000),
+        "Module timed out after 30000ms",
+        {
+            "error_type": "MODULE_TIMEOUT",
+            "retryable": True,
+            "user_fixable": False,
+            "error_details": {"timeout_ms": 30000},
+        },
+    ),
+    "timeout_zero": (lambda: ModuleTimeoutError("slow.module", 0), "Module timed out after 0ms", {}),
+    "invalid_input": (
+        lambda: InvalidInputError(message="module_id must be a {non-empty} string"),
+        "Invalid input: module_id must be a {non-empty} string",
+        {"error_type": "GENERAL_INVALID_INPUT", "user_fixable": True},
+    ),
+    "depth": (
+        lambda: CallDepthExceededError(depth=33, max_depth=32, call_chain=CHAIN),
+        "Call depth limit exceeded",
+        {"error_type": "CALL_DEPTH_EXCEEDED"},
+    ),
+    "circular": (
+        lambda: CircularCallError(module_id="chain.alpha", call_chain=CHAIN),
+        "Circular call detected",
+        {"error_type": "CIRCULAR_CALL"},
+    ),
+    "frequency": (
+        lambda: CallFrequencyExceededError(module_id="chain.alpha", count=4, max_repeat=3, call_chain=CHAIN),
+        "Call frequency limit exceeded",
+        {"error_type": "CALL_FREQUENCY_EXCEEDED"},
+    ),
+    "config": (
+        lambda: ConfigError("/etc/passwd is bad"),
+        "Module error: CONFIG_INVALID",
+        {"error_type": "CONFIG_INVALID"},
+    ),
+    "schema_not_found": (lambda: SchemaNotFoundError("/etc/passwd"), "Module error: SCHEMA_NOT_FOUND", {}),
+    "internal": (
+        lambda: InternalError("/etc/passwd is gone"),
+        "Module error: GENERAL_INTERNAL_ERROR",
+        {"error_type": "GENERAL_INTERNAL_ERROR", "retryable": True, "user_fixable": False},
+    ),
+    "custom": (
+        lambda: ModuleError(
+            "VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}, ai_guidance="mcp_client_123"
+        ),
+        "Module error: VENDOR_{CODE}",
+        {"error_type": "VENDOR_{CODE}"},
+    ),
+}
+UNSAID = ("mcp_client_123", "admin.delete_all", "chain.alpha", "chain.beta", "slow.module", "/etc/passwd", "Traceback")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("/etc/passwd")
+
+
+class UnprintableExit(SystemExit):
+    __str__ = Unprintable.__str__
+
+
+# What is not apcore's, and its class's name in the log (None where Python or apcore raises another in its place).
+UNEXPECTED: dict[str, tuple[Callable[[], BaseException], str | None]] = {
+    "runtime_error": (lambda: RuntimeError("disk /etc/passwd full"), "RuntimeError"),
+    "type_error": (lambda: TypeError("/etc/passwd"), "TypeError"),
+    "key_error": (lambda: KeyError("/etc/passwd"), "KeyError"),
+    "os_error": (lambda: OSError(2, "No such file", "/etc/passwd"), "FileNotFoundError"),
+    "system_exit": (lambda: SystemExit("/etc/passwd"), "SystemExit"),
+    "keyboard_interrupt": (lambda: KeyboardInterrupt("/etc/passwd"), "KeyboardInterrupt"),
+    "cancelled_error": (lambda: asyncio.CancelledError("/etc/passwd"), "CancelledError"),
+    "generator_exit": (lambda: GeneratorExit("/etc/passwd"), "GeneratorExit"),
+    "stop_iteration": (lambda: StopIteration("/etc/passwd"), None),
+    "base_group": (lambda: BaseExceptionGroup("/etc/passwd", [KeyboardInterrupt("/etc")]), "BaseExceptionGroup"),
+    "group": (lambda: ExceptionGroup("/etc/passwd", [ValueError("/etc")]), "ExceptionGroup"),
+    "unprintable": (Unprintable, None),
+    "unprintable_exit": (UnprintableExit, "UnprintableExit"),
+}
+
+
+def spelled(name: str, awaits: bool) -> str:
+    return f"{name}.{'later' if awaits else 'now'}"
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[str]:
+    """A server of one sync and one async module for each row of both tables, and of one that works."""
+    modules: dict[str, Any] = {"works.fine": echo}
+    for awaits in (False, True):
+        for name, (make, *_) in {**TABLE, **UNEXPECTED}.items():
+            modules[spelled(f"fails.{name}", awaits)] = raising(make, awaits=awaits)
+    with serving(registry_of(modules)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("name", TABLE)
+async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
+    failing: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    make, text, expected = TABLE[name]
+    tools = [spelled(f"fails.{name}", awaits) for awaits in (False, True)]
+    async with client_of(failing) as client:
+        results = [await client.call_tool(tool, {"caller": 1}) for tool in tools]
+    for result in results:
+        report = failure(result, text)
+        assert {key: report.get(key) for key in expected} == expected
+        if "error_details" not in expected and "timeout" not in name:
+            assert "error_details" not in report
+        assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
+    for tool, record in zip(tools, errors_logged(caplog), strict=True):
+        assert record.getMessage().startswith(f"Tool call error: {tool} - {type(make()).__name__}: ")
+        assert f"Tool call: {tool}" in [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+
+
+@pytest.mark.parametrize("awaits", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", UNEXPECTED)
+async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
+    failing: str, name: str, awaits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, class_name = UNEXPECTED[name]
+    tool = spelled(f"fails.{name}", awaits)
+    async with client_of(failing) as client, asyncio.timeout(10):
+        result = await client.call_tool(tool, {})
+        after = await client.call_tool("works.fine", {"still": "alive"})
+    report = failure(result, "Internal error occurred")
+    assert report["error_type"] in ("MODULE_EXECUTE_ERROR", "GENERAL_INTERNAL_ERROR")
+    said = result.model_dump_json(by_alias=True)
+    assert [word for word in ("/etc", class_name or "Stop", "Traceback", ".py", "raising") if word in said] == []
+    assert after.structured_content == {"still": "alive"}
+    (record,) = errors_logged(caplog)
+    assert record.getMessage().startswith(f"Tool call error: {tool} - {class_name or ''}")
+    written = logging.Formatter("%(message)s").format(record)
+    if class_name is not None:
+        assert f"Tool call error: {tool} - {class_name}: " in written
+    assert "Traceback (most recent call last)" in written
+    if name != "stop_iteration":  # the interpreter itself drops that one's frames
+        assert re.search(r'File ".*test_errors\.py", line \d+, in fail', written)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        pytest.param(ExecutionCancelledError, ["EXECUTION_CANCELLED"], id="cancelled"),
+        pytest.param(
+            lambda: ApprovalDeniedError(ApprovalResult(status="rejected", reason="bob said no"), "admin.wipe"),
+            ["APPROVAL_DENIED", "bob", "admin.wipe"],
+            id="approval",
+        ),
+    ],
+)
+async def test_cancellation_and_refused_approval_get_plain_sentences(
+    make: Callable[[], BaseException], words: list[str]
+) -> None:
+    async with connect({"demo.fail": raising(make)}) as client:
+        report = failure(await client.call_tool("demo.fail", {}))
+    assert report["error_type"] == words[0]
+    assert not [word for word in ("Module error", *words) if word in report["error_message"]]
+    assert not [word for word in words[1:] if word in json.dumps(report)]
+
+
+async def test_the_report_is_the_same_in_both_eras(failing: str, mode: str) -> None:
+    async with client_of(failing, mode) as client:
+        timeout = await client.call_tool("fails.timeout.later", {})
+        validation = await client.call_tool("fails.validation.now", {})
+        exits = await client.call_tool("fails.system_exit.later", {})
+        unknown = await client.call_tool("fails.nothing.here", {})
+    assert failure(timeout, TABLE["timeout"][1])["error_details"] == {"timeout_ms": 30000}
+    assert failure(validation, TABLE["validation"][1])["error_details"] == {"errors": [WIDTH, NESTED]}
+    failure(exits, "Internal error occurred")
+    assert failure(unknown, "Module not found: fails.nothing.here")["error_type"] == "MODULE_NOT_FOUND"
+
+
+# ---- Errors that apcore itself produces ----
+
+
+class Broken(Middleware):
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        if module_id == "broken.middleware":
+            raise RuntimeError("/etc/passwd")
+
+
+async def never(inputs: dict[str, Any], context: Any) -> NoReturn:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def calls(module_id: str, **inputs: Any) -> Callable[..., Any]:
+    """A module that calls another one."""
+
+    async def call(_inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async(module_id, inputs, context)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[str]:
+    """A server with an ACL, a failing middleware, module timeouts and modules that call each other too often."""
+    release = threading.Event()
+    registry = registry_of(
+        {
+            "shut.door": echo,
+            "outer.shut": calls("shut.door"),
+            "slow.later": FunctionalModule(never, resources={"timeout": 40}),
+            "slow.now": FunctionalModule(
+                lambda inputs, context: {"ended": release.wait(30)}, resources={"timeout": 40}
+            ),
+            **{f"deep.m{number}": calls(f"deep.m{number + 1}") for number in range(40)},
+            "round.one": calls("round.two"),
+            "round.two": calls("round.one"),
+            "often.self": calls("often.self"),
+            "broken.middleware": echo,
+            "outer.crash": calls("inner.crash"),
+            "inner.crash": raising(lambda: RuntimeError("/etc/passwd")),
+        }
+    )
+    acl = ACL([ACLRule(callers=["*"], targets=["shut.*"], effect="deny")], default_effect="allow")
+    try:
+        with serving(Executor(registry, acl=acl, middlewares=[Broken()])) as url:
+            yield url
+            release.set()
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        pytest.param("shut.door", "Access denied", id="acl"),
+        pytest.param("outer.shut", "Access denied", id="acl-of-a-module-called-by-a-module"),
+        pytest.param("slow.later", "Module timed out after 40ms", id="timeout-async"),
+        pytest.param("slow.now", "Module timed out after 40ms", id="timeout-sync"),
+        pytest.param("deep.m0", "Call depth limit exceeded", id="depth"),
+        pytest.param("round.one", "Circular call detected", id="circular"),
+        pytest.param("often.self", "Call frequency limit exceeded", id="frequency"),
+        pytest.param("broken.middleware", "Internal error occurred", id="middleware-raises"),
+        pytest.param("outer.crash", "Internal error occurred", id="inner-module-raises"),
+    ],
+)
+async def test_a_guard_of_the_executor_is_told_without_its_details(guarded: str, tool: str, text: str) -> None:
+    async with client_of(guarded) as client:
+        result = await client.call_tool(tool, {})
+    failure(result, text)
+    said = result.model_dump_json(by_alias=True)
+    assert [
+        word for word in ("call_chain", "caller", "@", "door", "deep.", "round.", "often.", "/etc") if word in said
+    ] == []
+
+
+# ---- Validation ----
+
+
+class Size(BaseModel):
+    width: int
+    height: int
+
+
+class Picture(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=2)
+    size: Size
+    tags: list[str] = []
+    sizes: list[Size] = []
+    kind: Literal["png", "jpeg"] = "png"
+
+
+def without_references(schema: dict[str, Any]) -> dict[str, Any]:
+    size = schema["$defs"].pop("Size")
+    return {**schema, "properties": {**schema["properties"], "size": size, "sizes": {"type": "array", "items": size}}}
+
+
+PICTURE = {"name": "cat", "size": {"width": 1, "height": 2}}
+TYPE, REQUIRED = {"type", "int_type", "string_type"}, {"required", "missing"}
+EXTRA = {"additionalProperties", "extra_forbidden"}
+
+# The arguments, and each wrong field with the codes that any supported apcore may give for it.
+WRONG: list[Any] = [
+    pytest.param({**PICTURE, "name": 5}, {"name": TYPE}, id="type"),
+    pytest.param({**PICTURE, "name": "x"}, {"name": {"minLength", "string_too_short"}}, id="length"),
+    pytest.param({**PICTURE, "kind": "gif"}, {"kind": {"enum", "literal_error"}}, id="enum"),
+    pytest.param({**PICTURE, "size": {"width": "1", "height": 2}}, {"size.width": TYPE}, id="nested"),
+    pytest.param({**PICTURE, "tags": [1, "a", 2]}, {"tags.0": TYPE, "tags.2": TYPE}, id="in-a-list"),
+    pytest.param(
+        {**PICTURE, "sizes": [{"width": 1, "height": None}]}, {"sizes.0.height": TYPE}, id="in-an-object-in-a-list"
+    ),
+    pytest.param({"size": PICTURE["size"]}, {"name": REQUIRED}, id="missing"),
+    pytest.param({}, {"name": REQUIRED, "size": REQUIRED}, id="two-missing"),
+    pytest.param({**PICTURE, "size": {}}, {"size.width": REQUIRED, "size.height": REQUIRED}, id="missing-below"),
+    pytest.param({**PICTURE, "sizes": [{"width": 1}]}, {"sizes.0.height": REQUIRED}, id="missing-in-a-list"),
+    pytest.param(
+        {"name": 5, "tags": [None], "size": {"width": []}},
+        {"name": TYPE, "tags.0": TYPE, "size.width": TYPE, "size.height": REQUIRED},
+        id="several",
+    ),
+]
+
+
+class Counter(Middleware):
+    """Counts the calls that reach the Executor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        self.calls.append(module_id)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
+def validating(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str], Counter, bool]]:
+    """A server of `Picture` takers, what ran on it, and what its Executor saw; with and without validate_inputs."""
+    ran: list[str] = []
+
+    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        ran.append("ran")
+        return {}
+
+    registry = registry_of(
+        {
+            "takes.model": FunctionalModule(run, input_schema=Picture),
+            "takes.dict": FunctionalModule(run, input_schema=without_references(Picture.model_json_schema())),
+            "takes.ref": FunctionalModule(run, input_schema=Picture.model_json_schema()),
+        }
+    )
+    counter = Counter()
+    with serving(Executor(registry, middlewares=[counter]), validate_inputs=request.param) as url:
+        yield url, ran, counter, request.param
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WRONG)
+async def test_each_wrong_argument_is_named_with_its_path(
+    validating: tuple[str, list[str], Counter, bool], arguments: dict[str, Any], expected: dict[str, set[str]]
+) -> None:
+    url, ran, counter, before_executor = validating
+    ran.clear()
+    counter.calls.clear()
+    async with client_of(url) as client:
+        results = [await client.call_tool(tool, arguments) for tool in ("takes.model", "takes.dict", "takes.ref")]
+    for result in results:
+        report = failure(result)
+        lines = lines_of(report)
+        assert sorted(field for field, _, _ in lines) == sorted(expected)
+        assert [line for line in lines if line[2] not in expected[line[0]]] == []
+        assert report["error_type"] == "SCHEMA_VALIDATION_ERROR"
+        assert report["user_fixable"] is True
+    assert ran == []
+    if before_executor:
+        assert counter.calls == []
+
+
+@pytest.mark.parametrize("tool", ["takes.model", "takes.dict"])
+async def test_an_argument_too_many_is_an_error_of_its_parent(
+    validating: tuple[str, list[str], Counter, bool], tool: str
+) -> None:
+    async with client_of(validating[0]) as client:
+        report = failure(await client.call_tool(tool, {**PICTURE, "color": "red"}))
+        fine = await client.call_tool(tool, PICTURE)
+    ((_, message, code),) = lines_of(report)
+    assert code in EXTRA
+    assert "red" not in message
+    assert fine.is_error is False
+
+
+async def test_right_arguments_reach_the_module_with_validate_inputs(mode: str) -> None:
+    module = FunctionalModule(echo, input_schema=Picture)
+    async with connect({"takes.model": module}, mode=mode, validate_inputs=True) as client:
+        good = await client.call_tool("takes.model", PICTURE)
+        bad = await client.call_tool("takes.model", {**PICTURE, "name": 5})
+    assert good.structured_content == PICTURE
+    ((field, _, _),) = lines_of(failure(bad))
+    assert field == "name"
+
+
+class Answer(BaseModel):
+    count: int
+    nested: Size
+
+
+@pytest.mark.parametrize("schema", [Answer, Answer.model_json_schema()], ids=["model", "dict"])
+async def test_a_wrong_output_is_the_modules_fault_and_its_values_stay_inside(schema: Any) -> None:
+    def answer(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"count": "inner-value", "nested": {"width": "other-value", "height": 1}}
+
+    async with connect({"gives.wrong": FunctionalModule(answer, output_schema=schema)}) as client:
+        result = await client.call_tool("gives.wrong", {})
+    text = failure(result)["error_message"]
+    assert text.startswith("Output validation failed:\n- ")
+    assert "Input" not in text
+    assert "count" in text
+    assert "nested.width" in text
+    assert [v for v in ("inner-value", "other-value") if v in result.model_dump_json(by_alias=True)] == []
+
+
+@pytest.mark.parametrize("schema", [Size, Size.model_json_schema()], ids=["model", "dict"])
+@pytest.mark.parametrize("inner", ["inputs", "output"])
+async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(schema: Any, inner: str) -> None:
+    wrong = {"width": "inner-value", "height": 1}
+    if inner == "inputs":
+        module = FunctionalModule(echo, input_schema=schema)
+    else:
+        module = FunctionalModule(lambda inputs, context: dict(wrong), output_schema=schema)
+    modules = {
+        "outer.caller": FunctionalModule(calls("inner.called", **wrong), input_schema=Size),
+        "inner.called": module,
+    }
+    async with connect(modules) as client:
+        result = await client.call_tool("outer.caller", {"width": 1, "height": 2})
+    report = failure(result)
+    said = result.model_dump_json(by_alias=True)
+    assert [word for word in ("inner-value", "inner.called", "width", "Input validation") if word in said] == []
+    assert "error_details" not in report
+
+
+# ---- Only listed tools ----
+
+
+async def test_what_is_not_listed_cannot_be_called(caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    ran: list[str] = []
+
+    def module(name: str, **attributes: Any) -> FunctionalModule:
+        def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            ran.append(name)
+            return {}
+
+        return FunctionalModule(run, **{"tags": ["good"], **attributes})
+
+    registry = registry_of(
+        {
+            "demo.listed": module("listed"),
+            "demo.hidden": module("hidden", annotations=ModuleAnnotations(discoverable=False)),
+            "demo.untagged": module("untagged", tags=["other"]),
+            "demo.broken": module(
+                "broken", input_schema={"type": "object", "properties": {"a": {"$ref": "#/$defs/No"}}}
+            ),
+            "demo.leaves": module("leaves"),
+            "other.prefix": module("prefix"),
+        }
+    )
+    names = [
+        *("demo.hidden", "demo.untagged", "demo.broken", "demo.leaves", "other.prefix", "other-prefix", "demo-hidden"),
+        *("demo.unknown", "Demo.Listed", "demo", "{module_id}", "%s"),
+    ]
+    async with connect(registry, mode=mode, tags=["good"], prefix="demo.") as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.leaves", "demo.listed"]
+        registry.unregister("demo.leaves")
+        results = {name: await client.call_tool(name, {}) for name in names}
+        listed = await client.call_tool("demo.listed", {})
+    for name, result in results.items():
+        assert failure(result, f"Module not found: {name}")["error_type"] == "MODULE_NOT_FOUND"
+    assert listed.is_error is False
+    assert ran == ["listed"]
+    assert len(errors_logged(caplog)) == len(names)
+
+
+# ---- x-sensitive arguments ----
+
+
+def sensitive(**schema: Any) -> dict[str, Any]:
+    return {"x-sensitive": True, **schema}
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+class Login(BaseModel):
+    user: str
+    password: str = Field(json_schema_extra={"x-sensitive": True})
+
+    @field_validator("password")
+    @classmethod
+    def refuse(cls, value: str) -> str:
+        raise ValueError(f"{value} is on a list")
+
+
+class Logins(BaseModel):
+    logins: list[PlainLogin]
+    limit: int = 0
+
+
+class PlainLogin(BaseModel):
+    password: str = Field(json_schema_extra={"x-sensitive": True})
+
+
+def array(**schema: Any) -> dict[str, Any]:
+    return {"type": "array", **schema}
+
+
+def map_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": schema}
+
+
+TOKEN = f"{SECRET}-token"
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+
+# The schema, arguments that break it, and the field that must still be named ("" is the root).
+QUOTED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "at_the_field": (of(token=sensitive(type="string", maxLength=3)), {"token": TOKEN}, "token"),
+    "enum": (of(token=sensitive(enum=["a"])), {"token": TOKEN}, "token"),
+    "number": (of(pin=sensitive(type="string")), {"pin": PIN}, "pin"),
+    "other_type": (of(token=sensitive(type="string")), {"token": [TOKEN, {"x": PIN}]}, "token"),
+    "parent": (of(auth={**of(token=sensitive()), "maxProperties": 0}), {"auth": {"token": TOKEN}}, "auth"),
+    "root": ({**of(token=sensitive()), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"token": TOKEN}, ""),
+    "sibling": (of(token=sensitive(), other=INTEGER), {"token": TOKEN, "other": TOKEN}, "other"),
+    "secret_object": (
+        of(keys=sensitive(**of(pin=STRING), additionalProperties=False)),
+        {"keys": {"pin": PIN, SECRET: 1}},
+        "keys.pin",
+    ),
+    "secret_list": (
+        of(keys=sensitive(type="array", items=STRING, maxItems=1)),
+        {"keys": [PIN, TOKEN]},
+        "keys.0",
+    ),
+    "items": (of(keys=array(items=sensitive(type="string", maxLength=3))), {"keys": ["ok", TOKEN]}, "keys.1"),
+    "items_sibling": (of(keys=array(items=sensitive()), other=INTEGER), {"keys": [TOKEN], "other": TOKEN}, "other"),
+    "tuple": (of(keys=array(prefixItems=[STRING, sensitive(maxLength=3)])), {"keys": ["", TOKEN]}, "keys.1"),
+    "map": (of(keys=map_of(sensitive(maxLength=3))), {"keys": {"a": TOKEN}}, "keys.a"),
+    "map_sibling": (of(keys=map_of(sensitive()), other=INTEGER), {"keys": {"a": TOKEN}, "other": TOKEN}, "other"),
+    "pattern_sibling": (
+        {**of(other=INTEGER), "patternProperties": {"^key_": sensitive()}},
+        {"key_a": TOKEN, "other": TOKEN},
+        "other",
+    ),
+    "reference": (
+        {**of(a={"$ref": "#/$defs/Key"}), "$defs": {"Key": sensitive(type="string", pattern="^$")}},
+        {"a": TOKEN},
+        "a",
+    ),
+    "branch": (
+        of(auth={"anyOf": [of(token=sensitive(maxLength=3)), {"type": "null"}]}),
+        {"auth": {"token": TOKEN}},
+        "auth",
+    ),
+    "model": (Login, {"user": "bob", "password": TOKEN}, "password"),
+    "model_sibling": (Logins, {"logins": [{"password": TOKEN}], "limit": TOKEN}, "limit"),
+}
+
+
+@pytest.fixture(scope="module")
+def quoting() -> Iterator[dict[bool, str]]:
+    """Servers of a module for each row, one without and one with validate_inputs."""
+    modules = {
+        f"takes.{name}": FunctionalModule(echo, input_schema=schema, output_schema={})
+        for name, (schema, _, _) in QUOTED.items()
+    }
+    registry = registry_of(modules)
+    with serving(registry) as url, serving(registry, validate_inputs=True) as strict_url:
+        yield {False: url, True: strict_url}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+async def test_a_validation_error_never_repeats_a_sensitive_value(
+    quoting: dict[bool, str], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, arguments, field = QUOTED[name]
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    for validate_inputs, url in quoting.items():
+        async with client_of(url) as client:
+            result = await client.call_tool(f"takes.{name}", arguments)
+        report = failure(result)
+        lines_of(report)
+        assert field in [error["field"] for error in report["error_details"]["errors"]], validate_inputs
+        for text in (result.model_dump_json(by_alias=True), everything_logged(caplog)):
+            assert SECRET not in text
+            assert str(PIN) not in text
+    assert len(errors_logged(caplog)) == len(quoting)
+
+
+def login_of(fail: Callable[[dict[str, Any]], object]) -> FunctionalModule:
+    """A module that takes secrets of every kind and fails in its own way."""
+
+    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        fail(inputs)
+        return {}
+
+    schema = of(
+        user=STRING,
+        password=sensitive(type="string"),
+        pin=sensitive(type="integer"),
+        auth=of(keys={"type": "array", "items": sensitive()}),
+        box=sensitive(type="object"),
+        tokens={"type": "object", "additionalProperties": sensitive(type="string")},
+        either={"anyOf": [of(key=sensitive(type="string")), {"type": "null"}]},
+    )
+    return FunctionalModule(run, input_schema=schema)
+
+
+def throw(error: BaseException, cause: BaseException | None = None) -> NoReturn:
+    raise error from cause
+
+
+def throw_with_note(inputs: dict[str, Any]) -> NoReturn:
+    error = RuntimeError("login failed")
+    error.add_note(f"the password was {inputs['password']}")
+    raise error
+
+
+def throw_after_forgetting(inputs: dict[str, Any]) -> NoReturn:
+    password = inputs.pop("password")
+    inputs["auth"]["keys"].clear()
+    raise RuntimeError(f"bad password: {password}")
+
+
+SPEAKING: dict[str, Callable[[dict[str, Any]], object]] = {
+    "plain": lambda i: throw(RuntimeError(f"bad password: {i['password']}")),
+    "repr": lambda i: throw(RuntimeError(f"bad login: {i!r}")),
+    "json": lambda i: throw(RuntimeError(json.dumps(i))),
+    "unicode-json": lambda i: throw(RuntimeError(json.dumps(i, ensure_ascii=False))),
+    "key-error": lambda i: throw(KeyError(i["password"])),
+    "arguments": lambda i: throw(ValueError("bad", i["password"], i["pin"])),
+    "number": lambda i: throw(RuntimeError(f"bad pin {i['pin']}")),
+    "in-a-list": lambda i: throw(RuntimeError(f"bad key {i['auth']['keys'][0]}")),
+    "in-an-object": lambda i: throw(RuntimeError(f"bad box {i['box']['deep']['in']}")),
+    "in-a-map": lambda i: throw(RuntimeError(f"bad token {i['tokens']['a']}")),
+    "in-a-branch": lambda i: throw(RuntimeError(f"bad key {i['either']['key']}")),
+    "cause": lambda i: throw(RuntimeError("bad login"), ValueError(i["password"])),
+    "group": lambda i: throw(ExceptionGroup("bad", [ValueError(i["password"])])),
+    "exit": lambda i: throw(SystemExit(i["password"])),
+    "note": throw_with_note,
+    "after-forgetting": throw_after_forgetting,
+    "invalid-input": lambda i: throw(InvalidInputError(f"bad password: {i['password']}")),
+    "module-error": lambda i: throw(ModuleError("LOGIN_FAILED", f"bad password: {i['password']}", {"pin": i["pin"]})),
+    "not-found": lambda i: throw(ModuleNotFoundError(i["password"])),
+    "own-validation": lambda i: throw(
+        SchemaValidationError(errors=[{"field": "user", "code": "known", "message": f"not {i['password']}"}])
+    ),
+}
+PASSWORDS = {"plain": SECRET, "quotes": f"\"'{SECRET}\\'\"é", "lines": f"-----BEGIN-----\n{SECRET}\n-----END-----"}
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Iterator[str]:
+    with serving(
+        registry_of({f"says.{name.replace('-', '_')}": login_of(fail) for name, fail in SPEAKING.items()})
+    ) as url:
+        yield url
+
+
+@pytest.mark.parametrize("name", SPEAKING)
+async def test_an_exception_that_quotes_a_secret_is_masked_everywhere(
+    speaking: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    tool = f"says.{name.replace('-', '_')}"
+    leaks = []
+    async with client_of(speaking) as client:
+        for kind, password in PASSWORDS.items():
+            # None is part of another, or one's mask would hide that the other has none.
+            secret = {
+                f: password.replace(SECRET, f"{SECRET}-{f}-") for f in ("password", "key", "box", "map", "either")
+            }
+            arguments = {
+                "user": "bob",
+                "password": secret["password"],
+                "pin": PIN,
+                "auth": {"keys": [secret["key"]]},
+                "box": {"deep": {"in": secret["box"]}},
+                "tokens": {"a": secret["map"]},
+                "either": {"key": secret["either"]},
+            }
+            caplog.clear()
+            result = await client.call_tool(tool, arguments)
+            failure(result)
+            (record,) = errors_logged(caplog)
+            assert record.getMessage().startswith(f"Tool call error: {tool} - ")
+            places = {"result": result.model_dump_json(by_alias=True), "log": everything_logged(caplog)}
+            leaks += [(kind, place, word) for place in places for word in (SECRET, str(PIN)) if word in places[place]]
+    assert leaks == []
+
+
+async def test_the_rest_of_a_masked_message_stays_readable(caplog: pytest.LogCaptureFixture) -> None:
+    module = login_of(lambda i: throw(InvalidInputError(f"user {i['user']} has no password {i['password']}")))
+    async with connect({"demo.login": module}) as client:
+        result = await client.call_tool("demo.login", {"user": "bob", "password": TOKEN})
+    failure(result, "Invalid input: user bob has no password ***REDACTED***")

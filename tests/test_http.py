@@ -1,0 +1,755 @@
+"""The HTTP transports: who is let in, what is refused before anything runs, how calls and servers end.
+
+Demanded by FR-SERVER-002 and -003, FR-TRANSPORT-003 and -004, NFR-PERF-004, NFR-REL-001, design §3 "HTTP",
+"Cancellation", "Shutdown" and "Explorer" (Host and Origin on every route), and §4. Real servers on free ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import itertools
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import uvicorn
+from conftest import (
+    ANYTHING,
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    FunctionalModule,
+    connect,
+    echo,
+    free_port,
+    registry_of,
+    serving,
+)
+from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.shared.exceptions import MCPError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from test_eras import ACCEPT, answer, handshake, initialize_params, message, modern
+
+from apcore_mcp import async_serve
+
+MIB = 1024 * 1024
+DEPRECATED = "SSE transport is deprecated; use streamable-http instead"
+
+
+class Gate:
+    """A module that tells when it was entered and how it was left, and stays until the test opens it."""
+
+    description = "Waits"
+    input_schema = output_schema = ANYTHING
+
+    def __init__(self) -> None:
+        self.entered, self.cancelled, self.finished = threading.Event(), threading.Event(), threading.Event()
+        self.opened: Future[None] = Future()
+        self.token: Any = None
+
+    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        self.token = context.cancel_token
+        self.entered.set()
+        try:
+            await asyncio.shield(asyncio.wrap_future(self.opened))
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        self.finished.set()
+        return {"opened": True}
+
+
+async def happens(event: threading.Event) -> bool:
+    return await asyncio.to_thread(event.wait, 20)
+
+
+def call(name: str, arguments: dict[str, Any], mode: str = MODERN) -> dict[str, Any]:
+    """What httpx posts to call a tool; in the handshake era, the session's headers are to be added."""
+    params = {"name": name, "arguments": arguments}
+    return modern("tools/call", params) if mode == MODERN else {"json": message("tools/call", params)}
+
+
+@contextlib.contextmanager
+def sse_session(client: httpx.Client, url: str) -> Iterator[tuple[str, Iterator[str]]]:
+    """An initialized session of the deprecated transport: where to post, and the messages that come back."""
+    with client.stream("GET", f"{url}/sse") as stream:
+        data = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+        endpoint = url + next(data)
+        assert client.post(endpoint, json=message("initialize", initialize_params("2025-11-25"))).status_code == 202
+        next(data)
+        client.post(endpoint, json={"jsonrpc": "2.0", "method": "notifications/initialized"})
+        yield endpoint, data
+
+
+# ---- Addresses and routes ----
+
+
+@pytest.mark.parametrize("path", ["/mcp", "/mcp/"])
+def test_the_endpoint_answers_itself_without_a_redirect(path: str) -> None:
+    with serving(registry_of({"demo.echo": echo})) as url, httpx.Client() as client:
+        _, session = handshake(client, url + path)
+        called = client.post(url + path, **call("demo.echo", {"a": 1}, HANDSHAKE), headers=session)
+        assert answer(called)["result"]["structuredContent"] == {"a": 1}
+        assert answer(client.post(url + path, **call("demo.echo", {"a": 2})))["result"]["structuredContent"] == {"a": 2}
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+def test_anything_but_the_transports_own_routes_is_not_found(transport: str) -> None:
+    foreign = ["/sse", "/messages/"] if transport == "streamable-http" else ["/mcp", "/mcp/"]
+    with serving(registry_of(), transport=transport) as url, httpx.Client() as client:
+        for path in ["/", "/nowhere", "/mcp/more", *foreign]:
+            assert client.get(url + path).status_code == 404, path
+            assert client.post(url + path, json=message("ping")).status_code == 404, path
+        if transport == "streamable-http":
+            for method in ("GET", "DELETE", "PUT"):
+                for headers in (ACCEPT, ACCEPT | {"MCP-Protocol-Version": MODERN}):
+                    assert client.request(method, f"{url}/mcp", headers=headers).status_code in (400, 405), method
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
+@pytest.mark.parametrize(("host", "reachable"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_host_decides_on_which_interfaces_it_listens(host: str, reachable: bool) -> None:
+    with serving(registry_of(), host=host) as url:
+        port = urlsplit(url).port
+        with contextlib.nullcontext() if reachable else pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10).close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
+async def test_it_listens_on_ipv6(mode: str) -> None:
+    with serving(registry_of({"demo.echo": echo}), host="::1") as url:
+        async with Client(f"http://[::1]:{urlsplit(url).port}/mcp", mode=mode, cache=None) as client:
+            assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
+
+
+async def test_sse_works_with_the_official_client_and_says_that_it_is_deprecated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(registry_of()):
+        assert DEPRECATED not in caplog.messages
+    with serving(registry_of({"demo.echo": echo}), transport="sse") as url:
+        transport = sse_client(f"{url}/sse")
+        async with Client(transport, mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+            assert client.server_capabilities.tools is not None
+            assert client.server_capabilities.tools.list_changed is True
+            assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
+            assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
+    warned = [record for record in caplog.records if record.getMessage() == DEPRECATED]
+    assert [record.levelno for record in warned] == [logging.WARNING]
+
+
+# ---- Many clients ----
+
+
+async def test_twenty_raw_clients_with_equal_request_ids_get_their_own_answers(mode: str) -> None:
+    """Sync modules; each returns once all twenty are running."""
+    everybody = threading.Barrier(20, timeout=30)
+
+    def meet(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        everybody.wait()
+        return {"you": inputs["me"]}
+
+    with serving(registry_of({"demo.meet": meet})) as url:
+        with httpx.Client(timeout=30) as opener:
+            sessions = [handshake(opener, f"{url}/mcp")[1] if mode == HANDSHAKE else {} for _ in range(20)]
+        assert mode == MODERN or len({session["Mcp-Session-Id"] for session in sessions}) == 20
+
+        async def visit(number: int) -> tuple[int, Any]:
+            request = call("demo.meet", {"me": number}, mode)
+            request["headers"] = request.get("headers", {}) | sessions[number]
+            async with httpx.AsyncClient(timeout=30) as client:
+                reply = answer(await client.post(f"{url}/mcp", **request))
+            return reply["id"], reply["result"]["structuredContent"]
+
+        assert await asyncio.gather(*map(visit, range(20))) == [(1, {"you": number}) for number in range(20)]
+
+
+async def test_twenty_official_clients_are_served_at_once(mode: str) -> None:
+    """Async modules; each returns once all twenty are running."""
+    everybody = asyncio.Barrier(20)
+
+    async def meet(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await everybody.wait()
+        return {"you": inputs["me"]}
+
+    with serving(registry_of({"demo.meet": FunctionalModule(meet)})) as url:
+
+        async def visit(number: int) -> Any:
+            async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+                return (await client.call_tool("demo.meet", {"me": number})).structured_content
+
+        assert await asyncio.gather(*map(visit, range(20))) == [{"you": number} for number in range(20)]
+
+
+# ---- Who is let in ----
+
+
+class Door(NamedTuple):
+    """A way into a server: `knock` asks it, with headers of one's own, to run the module, and returns the response."""
+
+    port: int
+    posts: bool
+    ran: list[object]
+    knock: Callable[[dict[str, str]], httpx.Response]
+    finish: Callable[[], None]
+    """Have an ordinary call run to its end, so that any other would have been seen."""
+
+
+@pytest.fixture(scope="module", params=["mcp-2026-07-28", "mcp-handshake", "sse", "messages"])
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    """Every way in: the endpoint in both eras, and the two of the SSE transport."""
+    ran: list[object] = []
+
+    def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        ran.append(inputs["by"])
+        return {}
+
+    era = MODERN if request.param == "mcp-2026-07-28" else HANDSHAKE
+    transport = "streamable-http" if request.param.startswith("mcp") else "sse"
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(registry_of({"demo.note": note}), transport=transport))
+        client = stack.enter_context(httpx.Client(timeout=30))
+        endpoint, replies, session = f"{url}/mcp", iter(()), ACCEPT
+        if transport == "sse":
+            endpoint, replies = stack.enter_context(sse_session(client, url))
+        elif era == HANDSHAKE:
+            _, session = handshake(client, endpoint)
+
+        def post(by: str, headers: dict[str, str]) -> httpx.Response:
+            request = call("demo.note", {"by": by}, era)
+            return client.post(endpoint, **request | {"headers": session | request.get("headers", {}) | headers})
+
+        def look(headers: dict[str, str]) -> httpx.Response:
+            with client.stream("GET", f"{url}/sse", headers=headers) as stream:
+                return stream
+
+        def finish() -> None:
+            assert post("finish", {}).is_success
+            next(replies, None)
+
+        knock = look if request.param == "sse" else lambda headers: post("knock", headers)
+        yield Door(urlsplit(url).port or 0, knock is not look, ran, knock, finish)
+
+
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        pytest.param({}, 200, id="own-host"),
+        pytest.param({"Host": "localhost:{port}"}, 200, id="localhost"),
+        pytest.param({"Host": "[::1]:{port}"}, 200, id="ipv6-loopback"),
+        pytest.param({"Host": "127.0.0.1:1"}, 200, id="forwarded-port"),
+        pytest.param({"Host": "evil.example"}, 421, id="foreign-host"),
+        pytest.param({"Host": "evil.example:{port}"}, 421, id="foreign-host-own-port"),
+        pytest.param({"Host": "localhost.evil.example:{port}"}, 421, id="host-that-begins-like-ours"),
+        pytest.param({"Host": "127.0.0.1.evil.example"}, 421, id="host-that-begins-like-our-address"),
+        pytest.param({"Host": ""}, 421, id="empty-host"),
+        pytest.param({"Origin": "http://127.0.0.1:{port}"}, 200, id="own-origin"),
+        pytest.param({"Host": "localhost:{port}", "Origin": "http://localhost:{port}"}, 200, id="own-origin-by-name"),
+        pytest.param({"Host": "localhost:{port}", "Origin": "http://localhost:1"}, 403, id="other-port"),
+        pytest.param({"Origin": "http://127.0.0.1:1"}, 403, id="other-port-of-the-address"),
+        pytest.param({"Origin": "http://127.0.0.1"}, 403, id="default-port"),
+        pytest.param({"Origin": "http://evil.example"}, 403, id="foreign-origin"),
+        pytest.param({"Origin": "http://127.0.0.1:{port}.evil.example"}, 403, id="origin-that-begins-like-ours"),
+        pytest.param({"Origin": "null"}, 403, id="opaque-origin"),
+        pytest.param({"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"}, 421, id="rebound-name"),
+        pytest.param({"Content-Type": "text/plain"}, 400, id="text-plain"),
+        pytest.param({"Content-Type": FORM}, 400, id="form"),
+        pytest.param({"Content-Type": "multipart/form-data; boundary=x"}, 400, id="multipart"),
+        pytest.param({"Content-Type": "application/json; charset=utf-8"}, 200, id="json-with-charset"),
+    ],
+)
+def test_only_this_machine_and_the_servers_own_pages_are_let_in(
+    door: Door, headers: dict[str, str], status: int
+) -> None:
+    if "Content-Type" in headers and not door.posts:
+        pytest.skip("a GET has no content")
+    door.ran.clear()
+    response = door.knock({name: value.format(port=door.port) for name, value in headers.items()})
+    if status == 200:
+        assert response.is_success
+    else:
+        assert response.status_code in ((400, 415) if status == 400 else (status,))
+    assert "access-control-allow-origin" not in response.headers
+    door.finish()
+    assert sorted(map(str, door.ran)) == ["finish", *["knock"] * (status == 200 and door.posts)]
+
+
+@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "/mcp"), ("sse", "/sse"), ("sse", "/messages/")])
+def test_a_request_without_a_host_is_refused(transport: str, path: str) -> None:
+    ran: list[object] = []
+    note = FunctionalModule(lambda inputs, context: ran.append(inputs) or {})
+    with serving(registry_of({"demo.note": note}), transport=transport) as url:
+        connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port or 0, timeout=20)
+        with contextlib.closing(connection):
+            request = httpx.Request("GET" if path == "/sse" else "POST", url + path, **call("demo.note", {}))
+            connection.putrequest(request.method, path, skip_host=True)
+            for name, value in request.headers.items():
+                if name != "host":
+                    connection.putheader(name, value)
+            connection.endheaders(request.content)
+            assert connection.getresponse().status in (400, 421)
+    assert ran == []
+
+
+GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        pytest.param(
+            {"allowed_hosts": GIVEN},
+            {
+                ("tools.example", None): 200,
+                ("tools.example", "https://tools.example"): 200,  # TLS may end before us
+                ("tools.example", "http://evil.example"): 403,
+                ("wild.example:1234", None): 200,
+                ("wild.example.evil.example:1234", None): 421,
+                ("port.example:8443", None): 200,
+                ("port.example:8444", None): 421,
+                ("evil.example", None): 421,
+                ("127.0.0.1:{port}", None): 421,
+            },
+            id="given-names",
+        ),
+        pytest.param(
+            {"host": "0.0.0.0", "allowed_hosts": GIVEN},
+            {("tools.example", None): 200, ("evil.example", None): 421},
+            id="given-names-on-all-interfaces",
+        ),
+        pytest.param(
+            {"host": "0.0.0.0"},
+            {
+                ("any.example", None): 200,
+                ("any.example:1", "http://any.example:1"): 200,
+                ("any.example:1", "http://any.example:2"): 403,
+                ("any.example", "http://evil.example"): 403,
+                ("any.example", "null"): 403,
+            },
+            id="any-name-on-all-interfaces",
+        ),
+    ],
+)
+def test_allowed_hosts_decide_which_names_are_accepted(
+    transport: str, options: dict[str, Any], told: dict[tuple[str, str | None], int]
+) -> None:
+    observed = {}
+    with serving(registry_of(), transport=transport, **options) as url, httpx.Client(timeout=30) as client:
+        for host, origin in told:
+            headers = {"Host": host.format(port=urlsplit(url).port), **({"Origin": origin} if origin else {})}
+            request = modern("tools/list") if transport == "streamable-http" else {"headers": {}}
+            method, path = ("POST", "/mcp") if transport == "streamable-http" else ("GET", "/sse")
+            with client.stream(method, url + path, **request | {"headers": request["headers"] | headers}) as response:
+                observed[host, origin] = response.status_code
+    assert observed == told
+
+
+# ---- What is too much, and what is nothing ----
+
+
+@pytest.mark.parametrize(
+    ("transport", "path", "headers"),
+    [
+        pytest.param("streamable-http", "/mcp", ACCEPT, id="mcp-handshake"),
+        pytest.param("streamable-http", "/mcp", modern("tools/list")["headers"], id="mcp-2026-07-28"),
+        pytest.param("sse", "/messages/?session_id=" + "0" * 32, {}, id="messages"),
+    ],
+)
+def test_a_body_over_four_mebibytes_is_refused_before_it_has_ended(
+    transport: str, path: str, headers: dict[str, str]
+) -> None:
+    with serving(registry_of(), transport=transport) as url:
+        for size in ({"Content-Length": str(4 * MIB + 1)}, {"Transfer-Encoding": "chunked"}):
+            connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port or 0, timeout=20)
+            with contextlib.closing(connection):
+                connection.putrequest("POST", path)
+                for name, value in ({"Content-Type": "application/json"} | headers | size).items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                if "Content-Length" not in size:  # one chunk, and no last one
+                    connection.send(b"%x\r\n" % (4 * MIB + 1) + b" " * (4 * MIB + 1) + b"\r\n")
+                assert connection.getresponse().status == 413, size
+
+
+def test_a_body_just_under_the_limit_is_served(mode: str) -> None:
+    text = "x" * (4 * MIB - 2000)
+    module = FunctionalModule(lambda inputs, context: {"length": len(inputs["text"])})
+    with serving(registry_of({"demo.length": module})) as url, httpx.Client(timeout=30) as client:
+        request = call("demo.length", {"text": text}, mode)
+        if mode == HANDSHAKE:
+            request["headers"] = handshake(client, f"{url}/mcp")[1]
+        assert answer(client.post(f"{url}/mcp", **request))["result"]["structuredContent"] == {"length": len(text)}
+
+
+def test_a_body_that_is_no_request_is_told_so_and_the_server_goes_on(mode: str) -> None:
+    bodies = {
+        b"": (-32700,),
+        b"{": (-32700,),
+        b"\xff": (-32700,),
+        b"[" * 100_000: (-32700,),
+        b"[]": (-32600, -32602),
+        b'[{"jsonrpc":"2.0","id":1,"method":"ping"}]': (-32600, -32602),
+        b'"tools/list"': (-32600, -32602),
+        b'{"jsonrpc":"2.0","id":1}': (-32600, -32602),
+    }
+    with serving(registry_of({"demo.echo": echo})) as url, httpx.Client(timeout=30) as client:
+        request = call("demo.echo", {"a": 1}, mode)
+        if mode == HANDSHAKE:
+            request["headers"] = handshake(client, f"{url}/mcp")[1]
+        for body, codes in bodies.items():
+            headers = request["headers"] | {"Content-Type": "application/json"}
+            response = client.post(f"{url}/mcp", content=body, headers=headers)
+            assert response.status_code == 400, body[:50]
+            assert answer(response)["error"]["code"] in codes, body[:50]
+            assert answer(response)["id"] is None or body.startswith(b"{")
+        assert answer(client.post(f"{url}/mcp", **request))["result"]["structuredContent"] == {"a": 1}
+
+
+def test_sse_refuses_what_is_no_request_and_goes_on() -> None:
+    with (
+        serving(registry_of({"demo.echo": echo}), transport="sse") as url,
+        httpx.Client(timeout=30) as client,
+        sse_session(client, url) as (endpoint, replies),
+    ):
+        json = {"Content-Type": "application/json"}
+        for body in (b"{", b"\xff", b'[{"jsonrpc":"2.0","id":1,"method":"ping"}]'):
+            assert client.post(endpoint, content=body, headers=json).status_code == 400
+        for stranger in ("/messages/", f"/messages/?session_id={'0' * 32}", "/messages/?session_id=no-id"):
+            assert client.post(url + stranger, json=message("ping")).status_code in (400, 404)
+        assert client.post(endpoint, **call("demo.echo", {"a": 1}, HANDSHAKE)).status_code == 202
+        assert '"structuredContent":{"a":1}' in next(replies)
+
+
+# ---- Without sessions ----
+
+
+def test_stateless_servers_may_stand_behind_a_load_balancer(mode: str) -> None:
+    registry = registry_of({"demo.echo": echo})
+    requests = {"tools/list": None, "tools/call": {"name": "demo.echo", "arguments": {"a": 1}}}
+    with (
+        serving(registry, stateless=True) as one,
+        serving(registry, stateless=True) as another,
+        httpx.Client(timeout=30) as client,
+    ):
+        balanced = itertools.cycle([f"{one}/mcp", f"{another}/mcp"])
+        if mode == HANDSHAKE:
+            first = client.post(
+                next(balanced), json=message("initialize", initialize_params("2025-06-18")), headers=ACCEPT
+            )
+            assert answer(first)["result"]["protocolVersion"] == "2025-06-18"
+            assert "mcp-session-id" not in first.headers
+        for method, params in [*requests.items()] * 2 + [*requests.items()][::-1]:  # each method on each server
+            old = {"json": message(method, params), "headers": ACCEPT | {"MCP-Protocol-Version": "2025-06-18"}}
+            result = answer(client.post(next(balanced), **(modern(method, params) if mode == MODERN else old)))[
+                "result"
+            ]
+            shown = result["structuredContent"] if params else [tool["name"] for tool in result["tools"]]
+            assert shown == ({"a": 1} if params else ["demo.echo"])
+
+
+async def test_the_official_client_works_with_a_stateless_server(mode: str) -> None:
+    async with connect({"demo.echo": echo}, mode=mode, stateless=True) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
+        assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
+
+
+# ---- How calls end ----
+
+
+async def test_a_deleted_session_is_gone_and_so_are_its_calls() -> None:
+    gate, bystander = Gate(), Gate()
+    with serving(registry_of({"demo.gate": gate, "demo.bystander": bystander})) as url:
+        endpoint = f"{url}/mcp"
+        with httpx.Client(timeout=30) as opener:
+            (_, session), (_, other) = handshake(opener, endpoint), handshake(opener, endpoint)
+        async with httpx.AsyncClient(timeout=30) as client:
+            mine = asyncio.create_task(client.post(endpoint, **call("demo.gate", {}, HANDSHAKE), headers=session))
+            theirs = asyncio.create_task(client.post(endpoint, **call("demo.bystander", {}, HANDSHAKE), headers=other))
+            assert await happens(gate.entered)
+            assert await happens(bystander.entered)
+            assert (await client.delete(endpoint, headers=session)).is_success
+            assert await happens(gate.cancelled)
+            assert gate.token.is_cancelled
+            for request in (message("ping"), message("tools/list")):
+                assert (await client.post(endpoint, json=request, headers=session)).status_code == 404
+            assert (await client.delete(endpoint, headers=session)).status_code == 404
+            await asyncio.wait({mine})
+            mine.exception()  # whatever it is told, it is not left waiting
+            bystander.opened.set_result(None)
+            assert answer(await theirs)["result"]["structuredContent"] == {"opened": True}
+    assert not gate.finished.is_set()
+    assert not bystander.cancelled.is_set()
+
+
+async def test_a_dropped_post_cancels_its_call_only_from_2026_on(mode: str) -> None:
+    """In the handshake era the specification has it that a disconnection is no cancellation."""
+    gate = Gate()
+    with serving(registry_of({"demo.gate": gate, "demo.echo": echo})) as url:
+        session = {}
+        if mode == HANDSHAKE:
+            with httpx.Client(timeout=30) as opener:
+                session = {"headers": handshake(opener, f"{url}/mcp")[1]}
+        async with httpx.AsyncClient(timeout=30) as client:
+            dropped = asyncio.create_task(client.post(f"{url}/mcp", **call("demo.gate", {}, mode), **session))
+            assert await happens(gate.entered)
+            dropped.cancel()
+            await asyncio.wait({dropped})
+            if mode == MODERN:
+                assert await happens(gate.cancelled)
+                assert gate.token.is_cancelled
+                assert not gate.finished.is_set()
+            for _ in range(10):  # round trips behind which the server has seen the connection close
+                reply = await client.post(f"{url}/mcp", **call("demo.echo", {"a": 1}, mode), **session)
+                assert answer(reply)["result"]["structuredContent"] == {"a": 1}
+            if mode == HANDSHAKE:
+                gate.opened.set_result(None)
+                assert await happens(gate.finished)
+                assert not gate.cancelled.is_set()
+                assert not gate.token.is_cancelled
+
+
+# ---- How servers end ----
+
+SERVER = """
+import asyncio, os, pathlib, sys, time
+from apcore import Registry
+from apcore_mcp import serve
+
+def say(line):
+    os.write(1, line.encode() + b"\\n")
+
+class Patient:
+    description = "Waits for a file"
+    input_schema = output_schema = {"type": "object"}
+    async def execute(self, inputs, context):
+        say("entered")
+        while not pathlib.Path(inputs["until"]).exists():
+            await asyncio.sleep(0.01)
+        return {"until": inputs["until"]}
+
+class Endless(Patient):
+    async def execute(self, inputs, context):
+        say("entered")
+        await asyncio.Event().wait()
+
+class Blocking(Patient):
+    def execute(self, inputs, context):
+        say("entered")
+        time.sleep(120)
+
+class Stubborn(Patient):
+    async def execute(self, inputs, context):
+        say("entered")
+        while True:
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError:
+                pass
+
+registry = Registry()
+for kind in (Patient, Endless, Blocking, Stubborn):
+    registry.register("demo." + kind.__name__.lower(), kind())
+serve(
+    registry, transport=sys.argv[1], port=int(sys.argv[2]),
+    on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
+)
+say("returned")
+"""
+
+
+class Program(NamedTuple):
+    """A server in a process of its own, and the lines it prints."""
+
+    url: str
+    process: asyncio.subprocess.Process
+
+    async def says(self, *lines: str) -> None:
+        assert self.process.stdout is not None
+        for line in lines:
+            said = await asyncio.wait_for(self.process.stdout.readline(), 30)
+            assert said.decode().strip() == line
+
+    async def ends_in_order(self) -> None:
+        async with asyncio.timeout(15):
+            stdout, stderr = await self.process.communicate()
+        assert stdout.decode().split() == ["returned"]
+        assert (self.process.returncode, "Traceback" in stderr.decode()) == (0, False), stderr.decode()
+
+
+@contextlib.asynccontextmanager
+async def program(transport: str = "streamable-http") -> AsyncIterator[Program]:
+    port = free_port()
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    arguments = [sys.executable, "-c", SERVER, transport, str(port)]
+    process = await asyncio.create_subprocess_exec(*arguments, cwd=ROOT, **pipes)
+    started = Program(f"http://127.0.0.1:{port}", process)
+    try:
+        await started.says("started")
+        yield started
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("transport", "number"),
+    [("streamable-http", signal.SIGTERM), ("streamable-http", signal.SIGINT), ("sse", signal.SIGTERM)],
+    ids=["http-sigterm", "http-sigint", "sse-sigterm"],
+)
+async def test_a_signal_ends_the_server_once_running_calls_are_answered(
+    transport: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    released = tmp_path / "released"
+    async with program(transport) as server, contextlib.AsyncExitStack() as stack:
+        raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        endpoint = f"{server.url}/mcp"
+        if transport == "streamable-http":
+            clients = [Client(endpoint, mode=era, cache=None, read_timeout_seconds=30) for era in (HANDSHAKE, MODERN)]
+            with httpx.Client() as opener:
+                _, session = handshake(opener, endpoint)
+            stream = await stack.enter_async_context(raw.stream("GET", endpoint, headers=session))
+        else:
+            clients = [Client(sse_client(f"{server.url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30)]
+            stream = await stack.enter_async_context(raw.stream("GET", f"{server.url}/sse"))
+        assert stream.status_code == 200
+        connected = [await stack.enter_async_context(client) for client in clients]
+        if transport == "streamable-http":
+            await stack.enter_async_context(connected[-1].listen(tools_list_changed=True))
+        for client in connected:
+            await client.list_tools()  # or it would ask for the tool's output schema when the result comes
+        calls = [
+            asyncio.create_task(client.call_tool("demo.patient", {"until": str(released)})) for client in connected
+        ]
+        await server.says(*["entered"] * len(calls))
+
+        server.process.send_signal(number)
+        await server.says("stopping")
+        if transport == "sse":
+            assert (await raw.get(f"{server.url}/sse")).status_code == 503
+        else:
+            for late in ({"json": message("tools/list"), "headers": session}, modern("tools/list")):
+                response = await raw.post(endpoint, **late)
+                assert response.status_code == 503 or "error" in answer(response)
+            for client in connected:
+                with pytest.raises(MCPError):
+                    await client.list_tools()
+        assert not any(call.done() for call in calls)
+
+        released.touch()
+        for answered in await asyncio.gather(*calls):
+            assert answered.structured_content == {"until": str(released)}
+        await server.ends_in_order()
+
+
+async def test_calls_that_never_end_do_not_hold_the_exit_past_the_grace_period() -> None:
+    """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; on both transports."""
+    kinds = ["demo.endless", "demo.blocking", "demo.stubborn"]
+
+    async def end(transport: str) -> None:
+        async with (
+            program(transport) as server,
+            httpx.AsyncClient(timeout=30) as raw,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            if transport == "sse":
+                client = Client(sse_client(f"{server.url}/sse"), mode=HANDSHAKE, cache=None)
+                connected = await stack.enter_async_context(client)
+                pending = [connected.call_tool(kind, {}) for kind in kinds]
+            else:
+                endpoint = f"{server.url}/mcp"
+                with httpx.Client(timeout=30) as opener:
+                    _, session = handshake(opener, endpoint)
+                old = [raw.post(endpoint, **call(kind, {}, HANDSHAKE), headers=session) for kind in kinds]
+                pending = [*old, *(raw.post(endpoint, **call(kind, {})) for kind in kinds)]
+            calls = [asyncio.create_task(one) for one in pending]
+            await server.says(*["entered"] * len(calls))
+            server.process.send_signal(signal.SIGTERM)
+            await server.says("stopping")
+            async with asyncio.timeout(15):  # none is left waiting
+                await asyncio.gather(*calls, return_exceptions=True)
+            await server.ends_in_order()
+
+    for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+# ---- Inside another program ----
+
+
+async def test_an_app_of_ones_own_can_hold_the_server(mode: str) -> None:
+    """`async_serve()` mounted beside other routes, which its rules do not touch."""
+
+    async def home(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("home")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with async_serve(registry_of({"demo.echo": echo})) as tools:
+            app.mount("/tools", tools)
+            yield
+
+    server = uvicorn.Server(
+        uvicorn.Config(Starlette(routes=[Route("/home", home)], lifespan=lifespan), log_config=None)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # clients may connect from here on, and wait
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with Client(f"{url}/tools/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+                assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
+                assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
+            async with httpx.AsyncClient(timeout=30) as stranger:
+                foreign = {"Origin": "http://evil.example"}
+                assert (await stranger.get(f"{url}/home", headers=foreign)).text == "home"
+                request = modern("tools/list")
+                refused = await stranger.post(f"{url}/tools/mcp", **request | {"headers": request["headers"] | foreign})
+                assert refused.status_code == 403
+                assert (await stranger.post(f"{url}/mcp", **request)).status_code == 404
+        finally:
+            server.should_exit = True
+            await asyncio.to_thread(thread.join, 30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["on_startup", "body"])
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_an_error_comes_out_of_async_serve_as_it_was_raised(transport: str, where: str) -> None:
+    """ "All other options are those of serve(), and so are the errors", says `async_serve()`."""
+
+    def fail() -> None:
+        raise LookupError("of the program's own")
+
+    with pytest.raises(LookupError, match="of the program's own"):
+        async with async_serve(registry_of(), transport=transport, on_startup=fail if where == "on_startup" else None):
+            fail()

@@ -1,0 +1,524 @@
+"""From options to the end of a server (FR-SERVER-002 to -010, FR-LOG-001, -002, -004, -005, FR-TRANSPORT-005,
+NFR-REL-001; tech design 6.10; design §3 "HTTP", "Shutdown", `async_serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from apcore import Executor, Registry
+from conftest import HANDSHAKE, MODERN, connect, echo, free_port, registry_of, serving
+from mcp.client import Client
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import apcore_mcp
+from apcore_mcp import MCPServer, async_serve, serve
+
+LOGGER = logging.getLogger("apcore_mcp")
+
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {
+        "protocolVersion": "2025-11-25",
+        "capabilities": {},
+        "clientInfo": {"name": "raw", "version": "1"},
+    },
+}
+
+
+def _run_async_serve(source: Any, **options: Any) -> None:
+    async def enter() -> None:
+        async with async_serve(source, **options):
+            pass
+
+    asyncio.run(enter())
+
+
+every_door = pytest.mark.parametrize(
+    "door", [serve, MCPServer, _run_async_serve], ids=["serve", "MCPServer", "async_serve"]
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    before = LOGGER.level
+    yield
+    LOGGER.setLevel(before)
+
+
+def handshake(url: str) -> dict[str, Any]:
+    """The result of `initialize`, asked with nothing but HTTP."""
+    headers = {"Accept": "application/json, text/event-stream"}
+    text = httpx.post(f"{url}/mcp", json=INITIALIZE, headers=headers, timeout=15).raise_for_status().text
+    assert '"protocolVersion":"2025-11-25"' in text.replace(" ", "")
+    return {"text": text}
+
+
+def assert_free(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"port": 0}, "Port must be between 1 and 65535, got 0", id="port-0"),
+        pytest.param({"port": 65536}, "Port must be between 1 and 65535, got 65536", id="port-65536"),
+        pytest.param({"port": -1}, "Port must be between 1 and 65535, got -1", id="port-negative"),
+        pytest.param({"port": 0, "transport": "sse"}, "Port must be between 1 and 65535, got 0", id="port-of-sse"),
+        pytest.param({"host": ""}, "Host must not be empty", id="host"),
+        pytest.param({"name": ""}, "name must not be empty", id="name-empty"),
+        pytest.param({"name": "n" * 256}, "name must not exceed 255 characters", id="name-long"),
+        pytest.param({"version": ""}, "version must not be empty", id="version"),
+        pytest.param({"tags": [""]}, "Tag values must not be empty", id="tag"),
+        pytest.param({"tags": ["public", ""]}, "Tag values must not be empty", id="second-tag"),
+        pytest.param({"prefix": ""}, "prefix must not be empty", id="prefix"),
+        *(
+            pytest.param(
+                {"transport": transport},
+                f"Unknown transport: '{transport}'. Must be one of: stdio, streamable-http, sse",
+                id=f"transport-{transport}",
+            )
+            for transport in ("websocket", "http", "")
+        ),
+        *(
+            pytest.param(
+                {"log_level": level},
+                f"Unknown log level: '{level}'. Must be one of: DEBUG, INFO, WARNING, ERROR",
+                id=f"log-level-{level}",
+            )
+            for level in ("verbose", "CRITICAL", "")
+        ),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_before_anything_starts(
+    door: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    started: list[str] = []
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message is compared
+        door(registry_of(), **{"transport": "streamable-http", "on_startup": lambda: started.append("up"), **options})
+    assert str(refused.value) == message
+    assert started == []
+
+
+@every_door
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tags": "public"},
+        {"tags": [1]},
+        {"tags": 3},
+        {"prefix": 3},
+        {"name": 5},
+        {"name": None},
+        {"version": 2},
+        {"host": 5},
+        {"on_startup": 3},
+        {"on_shutdown": "later"},
+        {"no_such_option": 1},
+    ],
+    ids=str,
+)
+def test_a_value_of_a_wrong_type_is_a_type_error(door: Callable[..., Any], options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"(?i){next(iter(options))}"):
+        door(registry_of(), **{"transport": "streamable-http", **options})
+
+
+@every_door
+@pytest.mark.parametrize(("source", "kind"), [("registry", "str"), (None, "NoneType"), (Registry, "type")], ids=str)
+def test_only_a_registry_or_an_executor_can_be_served(door: Callable[..., Any], source: Any, kind: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        door(source, transport="streamable-http")
+    assert str(refused.value) == f"Expected Registry or Executor instance, got {kind}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "stdio", "port": 0},
+        {"transport": "STDIO", "host": "", "port": 70_000},
+        {"transport": "SSE", "port": 1},
+        {"transport": "Streamable-HTTP", "port": 65535, "host": "0.0.0.0"},
+        {"name": "n" * 255, "version": "0"},
+        {"tags": [], "prefix": "x", "log_level": None},
+        {"on_startup": print, "on_shutdown": None},
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_of_what_is_allowed_are_accepted(options: dict[str, Any]) -> None:
+    """FR-TRANSPORT-005: stdio has no address, so whatever is given as one is ignored."""
+    MCPServer(registry_of(), **options)
+    MCPServer(Executor(registry_of()), **options)
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+def test_a_port_in_use_is_an_os_error_and_the_server_can_start_later(transport: str) -> None:
+    started: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"transport": transport, "port": taken.getsockname()[1], "on_startup": lambda: started.append("up")}
+        with pytest.raises(OSError, match="in use"):
+            serve(registry_of(), **options)
+        server = MCPServer(registry_of(), **options)
+        with pytest.raises(OSError, match="in use"):
+            server.start()
+        server.wait()
+        assert started == []
+    server.start()
+    server.stop()
+    server.wait()
+    assert started == ["up"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_blocks_until_a_signal_and_gives_the_handlers_back(number: signal.Signals) -> None:
+    """FR-SERVER-005, NFR-REL-001."""
+    calls: list[str] = []
+    port = free_port()
+
+    def not_handled(*_: object) -> None:
+        raise AssertionError("the signal came through")
+
+    before = signal.signal(number, not_handled)
+
+    def on_startup() -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            calls.append("up")
+        os.kill(os.getpid(), number)
+
+    try:
+        ended: Any = serve(  # type: ignore[func-returns-value]
+            registry_of(),
+            transport="streamable-http",
+            port=port,
+            on_startup=on_startup,
+            on_shutdown=lambda: calls.append("down"),
+        )
+        assert signal.getsignal(number) is not_handled
+    finally:
+        signal.signal(number, before)
+    assert (ended, calls) == (None, ["up", "down"])
+    assert_free(port)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_clients_are_answered_inside_both_callbacks(kind: str) -> None:
+    """After the server accepts, and before it stops; a sync callback blocks the loop, so it can only connect."""
+    port = free_port()
+    done: list[str] = []
+
+    def connects(when: str) -> Callable[[], None]:
+        def callback() -> None:
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                done.append(when)
+
+        return callback
+
+    def asks(when: str) -> Callable[[], Any]:
+        async def callback() -> None:
+            await asyncio.to_thread(handshake, f"http://127.0.0.1:{port}")
+            done.append(when)
+
+        return callback
+
+    make: Callable[[str], Callable[[], Any]] = connects if kind == "sync" else asks
+    with serving(registry_of(), port=port, on_startup=make("up"), on_shutdown=make("down")):
+        assert done == ["up"]
+    assert done == ["up", "down"]
+    assert_free(port)
+
+
+async def _fail_later() -> None:
+    raise LookupError("of the callback")
+
+
+def _fail() -> None:
+    raise LookupError("of the callback")
+
+
+@pytest.mark.parametrize("callback", [_fail, _fail_later], ids=["sync", "async"])
+@every_door
+def test_a_failing_on_startup_is_raised_and_leaves_the_port_free(
+    door: Callable[..., Any], callback: Callable[[], Any]
+) -> None:
+    port = free_port()
+
+    def live() -> None:
+        server = door(registry_of(), transport="streamable-http", port=port, on_startup=callback)
+        server.start()  # only an MCPServer gets here
+
+    with pytest.raises(LookupError, match="of the callback"):
+        live()
+    assert_free(port)
+
+
+@pytest.mark.parametrize("callback", [_fail, _fail_later], ids=["sync", "async"])
+def test_a_failing_on_shutdown_is_logged_and_the_server_still_ends(
+    callback: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    with serving(registry_of(), port=port, on_shutdown=callback):
+        pass
+    failures = [record for record in caplog.records if record.exc_info and "on_shutdown" in record.getMessage()]
+    assert [(record.name, record.levelname) for record in failures] == [("apcore_mcp", "ERROR")]
+    assert_free(port)
+
+
+def test_starting_twice_changes_nothing_and_stopping_and_waiting_work_from_any_thread() -> None:
+    port = free_port()
+    started: list[str] = []
+    server = MCPServer(registry_of(), transport="streamable-http", port=port, on_startup=lambda: started.append("up"))
+    starters = [threading.Thread(target=server.start) for _ in range(4)]
+    for thread in starters:
+        thread.start()
+    for thread in starters:
+        thread.join(timeout=20)
+    server.start()
+    assert started == ["up"]
+    handshake(f"http://127.0.0.1:{port}")
+    waiters = [threading.Thread(target=server.wait) for _ in range(3)]
+    stoppers = [threading.Thread(target=server.stop) for _ in range(3)]
+    for thread in (*waiters, *stoppers):
+        thread.start()
+    for thread in (*waiters, *stoppers):
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert_free(port)
+
+
+def test_stopping_and_waiting_before_the_start_and_after_the_end_return_at_once() -> None:
+    server = MCPServer(registry_of(), transport="streamable-http", port=free_port())
+    for _ in range(2):
+        server.stop()
+        server.wait()
+        server.start()
+        server.stop()
+        server.wait()
+    server.stop()
+    server.wait()
+
+
+def test_a_server_restarts_on_its_port_and_leaves_no_thread_and_no_descriptor() -> None:
+    port = free_port()
+
+    def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"thread": threading.current_thread().name}
+
+    server = MCPServer(registry_of({"t.call": call}), transport="streamable-http", port=port)
+
+    async def use() -> None:
+        for mode in (HANDSHAKE, MODERN):
+            async with Client(f"http://127.0.0.1:{port}/mcp", mode=mode, cache=None, read_timeout_seconds=15) as client:
+                assert (await client.call_tool("t.call", {})).structured_content is not None
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def live_once() -> None:
+        server.start()
+        asyncio.run(use())
+        server.stop()
+        server.wait()
+
+    live_once()  # whatever is imported and cached on first use is no leak
+    threads = set(threading.enumerate())
+    before = descriptors()
+    for _ in range(4):
+        live_once()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive(), thread
+    assert descriptors() <= before
+    assert_free(port)
+
+
+async def test_a_running_call_is_answered_before_a_stopped_server_ends() -> None:
+    """NFR-REL-001; it ends only after the stop has been asked for."""
+    running, gate = threading.Event(), threading.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        return {"done": await asyncio.to_thread(gate.wait, 15)}
+
+    server = MCPServer(
+        registry_of({"t.wait": wait}), transport="streamable-http", port=(port := free_port()), on_shutdown=gate.set
+    )
+    server.start()
+    try:
+        async with Client(f"http://127.0.0.1:{port}/mcp", mode=MODERN, cache=None, read_timeout_seconds=20) as client:
+            await client.list_tools()  # the client wants the output schema of what it calls
+            call = asyncio.create_task(client.call_tool("t.wait", {}))
+            assert await asyncio.to_thread(running.wait, 15)
+            server.stop()
+            assert (await call).structured_content == {"done": True}
+    finally:
+        server.stop()
+        await asyncio.to_thread(server.wait)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "version"),
+    [
+        pytest.param({}, "apcore-mcp", apcore_mcp.__version__, id="default"),
+        pytest.param({"name": "my tools", "version": "7.8"}, "my tools", "7.8", id="given"),
+        pytest.param({"name": "ü" * 255}, "ü" * 255, apcore_mcp.__version__, id="longest-name"),
+    ],
+)
+async def test_clients_are_told_name_and_version(mode: str, options: dict[str, Any], name: str, version: str) -> None:
+    """A 2026-07-28 client asks `server/discover` for them."""
+    async with connect({}, mode="auto" if mode == MODERN else mode, **options) as client:
+        assert client.protocol_version == (MODERN if mode == MODERN else "2025-11-25")
+        assert client.server_info is not None
+        assert (client.server_info.name, client.server_info.version) == (name, version)
+
+
+@pytest.mark.parametrize(
+    ("modules", "transport", "messages"),
+    [
+        pytest.param(
+            ["a", "b"],
+            "Streamable-HTTP",
+            [("INFO", "apcore-mcp server started: 2 tools registered, transport=streamable-http")],
+            id="two-tools",
+        ),
+        pytest.param(
+            [],
+            "sse",
+            [
+                ("WARNING", "No modules registered; server starting with zero tools"),
+                ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
+                ("INFO", "apcore-mcp server started: 0 tools registered, transport=sse"),
+            ],
+            id="none-over-sse",
+        ),
+    ],
+)
+def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(
+    modules: list[str], transport: str, messages: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="apcore_mcp")
+    with serving(registry_of({f"t.{name}": echo for name in modules}), transport=transport):
+        logged = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
+    assert sorted(logged) == sorted(messages)
+
+
+@pytest.mark.parametrize(
+    ("option", "level"),
+    [("DEBUG", 10), ("debug", 10), ("Info", 20), ("WARNING", 30), ("error", 40), (None, 35)],
+    ids=str,
+)
+@pytest.mark.parametrize("root_handlers", [0, 1], ids=["logging-not-configured", "configured"])
+def test_log_level_sets_our_logger_and_no_other_and_adds_no_handler_to_it(
+    option: str | None, level: int, root_handlers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the option, nothing at all is changed (FR-LOG-005)."""
+    handlers: list[logging.Handler] = [logging.NullHandler()] * root_handlers
+    monkeypatch.setattr(logging.root, "handlers", list(handlers))
+    root_level = logging.root.level
+    LOGGER.setLevel(35)
+    with serving(registry_of(), log_level=option):
+        assert LOGGER.level == level
+    assert LOGGER.handlers == []
+    assert logging.root.level == root_level
+    if root_handlers or option is None:
+        assert logging.root.handlers == handlers
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=["debug", "info"])
+async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(
+    level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FR-LOG-002, -004, -005."""
+
+    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise LookupError("of the module")
+
+    caplog.set_level(logging.DEBUG)
+    LOGGER.setLevel(level)
+    async with connect({"t.echo": echo, "t.fail": fail}) as client:
+        await client.call_tool("t.echo", {})
+        assert (await client.call_tool("t.fail", {})).is_error
+    package = str(Path(apcore_mcp.__file__).parent)
+    ours = [record for record in caplog.records if record.pathname.startswith(package)]
+    assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
+    assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
+    calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
+    assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
+
+
+async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
+    with pytest.raises(RuntimeError, match="async_serve"):
+        serve(registry_of(), transport="streamable-http", port=free_port())
+
+
+@contextlib.asynccontextmanager
+async def asgi_client(app: Starlette) -> Any:
+    """An HTTP client that needs no socket: it calls the app."""
+    headers = {"Accept": "application/json, text/event-stream", "MCP-Protocol-Version": "2025-11-25"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+        yield client
+
+
+@pytest.mark.parametrize("prefix", ["", "/deep/tools"], ids=["by-itself", "mounted"])
+@pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
+async def test_async_serve_yields_an_app_that_answers_also_under_a_prefix(prefix: str, transport: str) -> None:
+    """Also with the default transport; the outer app runs no lifespan."""
+    calls: list[str] = []
+    async with asyncio.timeout(30):
+        async with async_serve(
+            registry_of({"t.echo": echo}),
+            transport=transport,
+            name="inside",
+            on_startup=lambda: calls.append("up"),
+            on_shutdown=lambda: calls.append("down"),
+        ) as app:
+            assert calls == ["up"]
+            outer = Starlette(routes=[Mount(prefix, app=app)]) if prefix else app
+            async with asgi_client(outer) as client:
+                answer = await client.post(f"{prefix}/mcp", json=INITIALIZE)
+                assert answer.status_code == 200, answer.text
+                assert '"name":"inside"' in answer.text.replace(" ", "")
+                session = {"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]}
+                initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+                assert (await client.post(f"{prefix}/mcp", json=initialized, headers=session)).status_code == 202
+                call = {"name": "t.echo", "arguments": {"n": 5}}
+                request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
+                answer = await client.post(f"{prefix}/mcp", json=request, headers=session)
+                assert '"structuredContent":{"n":5}' in answer.text.replace(" ", "")
+                assert (await client.get(f"{prefix}/nothing-here")).status_code == 404
+    assert calls == ["up", "down"]
+
+
+async def test_an_error_in_the_body_of_async_serve_comes_out_as_it_is_and_on_shutdown_is_called() -> None:
+    calls: list[str] = []
+    with pytest.raises(LookupError, match="of the body"):
+        async with async_serve(registry_of(), on_shutdown=lambda: calls.append("down")):
+            raise LookupError("of the body")
+    assert calls == ["down"]
+
+
+async def test_two_apps_of_one_registry_live_side_by_side_and_one_after_the_other() -> None:
+    registry = registry_of({"t.echo": echo})
+    for _ in range(2):
+        async with async_serve(registry, name="one") as one, async_serve(registry, name="two") as two:
+            for app, name in ((one, "one"), (two, "two")):
+                async with asgi_client(app) as client:
+                    answer = await client.post("/mcp", json=INITIALIZE)
+                    assert f'"name":"{name}"' in answer.text.replace(" ", "")

@@ -1,0 +1,520 @@
+"""Modules as OpenAI tool definitions, and a model's call back as a module's inputs.
+
+Demanded by SRS FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-003, tech design 8.3, and the design's
+"OpenAI names" and "Strict mode".
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from apcore import Executor, ModuleAnnotations, Registry
+from conftest import ROOT, FunctionalModule, connect, echo, registry_of
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from test_schemas import QUICK, models, subschemas
+
+from apcore_mcp import from_openai_call, from_openai_name, to_openai_tools
+
+INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
+
+
+def accepting(input_schema: Any) -> FunctionalModule:
+    return FunctionalModule(echo, input_schema=input_schema)
+
+
+def names_of(tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.split(".")[0] == "apcore_mcp"]
+
+
+# ---- The list ----
+
+
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_every_module_becomes_one_function(count: int) -> None:
+    registry = registry_of({f"m{i:03}.run": accepting({"properties": {"x": INTEGER}}) for i in range(count)})
+    assert to_openai_tools(registry) == [
+        {
+            "type": "function",
+            "function": {
+                "name": f"m{i:03}-run",
+                "description": "A module of a test",
+                "parameters": {"type": "object", "properties": {"x": INTEGER}},
+            },
+        }
+        for i in range(count)
+    ]
+
+
+def test_the_definitions_are_made_of_plain_built_in_types() -> None:
+    """FR-OPENAI-005; a module may well have put subclasses and tuples into its schema."""
+
+    class Text(str):
+        pass
+
+    class Table(dict[str, Any]):
+        pass
+
+    def classes(value: Any) -> set[type]:
+        if isinstance(value, dict):
+            return {type(value)}.union(*map(classes, (*value, *value.values())))
+        return {type(value)}.union(*map(classes, value)) if isinstance(value, list | tuple) else {type(value)}
+
+    schema = {"properties": Table({Text("p"): {"enum": [Text("a"), 1, 1.5, True, None], "default": (1, Text("b"))}})}
+    registry = registry_of({"m.a": FunctionalModule(echo, input_schema=schema, description=Text("D"))})
+    for strict in (False, True):
+        tools = to_openai_tools(registry, strict=strict, embed_annotations=True)
+        assert classes(tools) <= {dict, list, str, int, float, bool, type(None)}
+        assert tools[0]["function"]["parameters"]["properties"]["p"]["enum"] == ["a", 1, 1.5, True, None]
+
+
+def test_an_executor_gives_the_same_list_as_its_registry() -> None:
+    registry = registry_of({"m.a": echo, "m.b": accepting({"properties": {"x": INTEGER}})})
+    assert to_openai_tools(Executor(registry)) == to_openai_tools(registry) != []
+
+
+@pytest.mark.parametrize("source", ["./extensions", None, {}, Registry], ids=["str", "NoneType", "dict", "type"])
+def test_neither_registry_nor_executor_is_a_type_error(source: Any) -> None:
+    words = re.escape(f"Expected Registry or Executor instance, got {type(source).__name__}")
+    with pytest.raises(TypeError, match=words):
+        to_openai_tools(source)
+    with pytest.raises(TypeError, match=words):
+        from_openai_call(source, "m-a", "{}")
+
+
+TAGGED = {
+    "api.users.get": ["public", "read"],
+    "api.users.set": ["public"],
+    "apis.other": ["public", "read"],
+    "image.resize": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        pytest.param({}, ["api-users-get", "api-users-set", "apis-other", "image-resize"], id="none"),
+        pytest.param({"tags": None, "prefix": None}, [i.replace(".", "-") for i in TAGGED], id="null"),
+        pytest.param({"tags": []}, [i.replace(".", "-") for i in TAGGED], id="no-tags"),
+        pytest.param({"tags": ["public"]}, ["api-users-get", "api-users-set", "apis-other"], id="tag"),
+        pytest.param({"tags": ["read", "public"]}, ["api-users-get", "apis-other"], id="all-of-two-tags"),
+        pytest.param({"tags": ["nonexistent"]}, [], id="unknown-tag"),
+        pytest.param({"prefix": "api."}, ["api-users-get", "api-users-set"], id="prefix"),
+        pytest.param({"prefix": "nonexistent."}, [], id="unknown-prefix"),
+        pytest.param({"tags": ["read"], "prefix": "api."}, ["api-users-get"], id="both"),
+        pytest.param({"tags": ["read"], "prefix": "image."}, [], id="both-apart"),
+    ],
+)
+def test_tags_and_prefix_choose_modules(filters: dict[str, Any], expected: list[str]) -> None:
+    registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
+    assert names_of(to_openai_tools(registry, **filters)) == expected
+
+
+@pytest.mark.parametrize(
+    ("filters", "error", "words"),
+    [
+        pytest.param({"tags": [""]}, ValueError, "Tag values must not be empty", id="empty-tag"),
+        pytest.param({"tags": ["a", ""]}, ValueError, "Tag values must not be empty", id="empty-tag-among-others"),
+        pytest.param({"prefix": ""}, ValueError, "prefix must not be empty", id="empty-prefix"),
+        pytest.param({"tags": "public"}, TypeError, "tags", id="tags-are-one-string"),
+        pytest.param({"prefix": 5}, TypeError, "prefix", id="prefix-is-a-number"),
+    ],
+)
+def test_a_wrong_filter_is_refused(filters: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        to_openai_tools(registry_of({"m.a": echo}), **filters)
+
+
+def test_a_hidden_module_is_no_tool() -> None:
+    registry = registry_of(
+        {"m.a": echo, "m.hidden": FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False))}
+    )
+    assert names_of(to_openai_tools(registry)) == ["m-a"]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+def test_one_bad_module_is_left_out_with_one_warning(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    bad = accepting({"properties": {"x": {"$ref": "#/$defs/Missing"}}})
+    with caplog.at_level(logging.WARNING):
+        assert names_of(to_openai_tools(registry_of({"m.a": echo, "m.bad": bad}), strict=strict)) == ["m-a"]
+    (told,) = warnings_of(caplog)
+    assert "m.bad" in told
+    assert "Missing" in told
+
+
+MODULE = """
+class Module:
+    input_schema = {"type": "object", "properties": {"w": {"type": "integer"}}}
+    output_schema = {"type": "object"}
+    description = "D"
+    def execute(self, inputs, context):
+        return {}
+"""
+NO_SERVER = f"""
+import sys
+from importlib.abc import MetaPathFinder
+UNWANTED = ("mcp", "mcp_types", "uvicorn", "starlette", "openai")
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in UNWANTED:
+            raise ModuleNotFoundError(name)
+if sys.argv[1] == "blocked":
+    sys.meta_path.insert(0, Block())
+from apcore import Registry
+from apcore_mcp import from_openai_call, to_openai_tools
+{MODULE}
+registry = Registry()
+registry.register("image.resize", Module())
+for strict in (False, True):
+    (tool,) = to_openai_tools(registry, strict=strict, embed_annotations=True)
+assert from_openai_call(registry, tool["function"]["name"], '{{"w": null}}') == ("image.resize", {{}})
+loaded = [n for n in ("mcp.server", "uvicorn", "starlette", "openai") if n in sys.modules]
+assert not loaded, loaded
+print(tool["function"]["name"])
+"""
+
+
+@pytest.mark.parametrize("imports", ["allowed", "blocked"])
+def test_definitions_are_made_without_openai_and_without_a_server_stack(imports: str) -> None:
+    """FR-OPENAI-005."""
+    arguments = [sys.executable, "-c", NO_SERVER, imports]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "image-resize\n"), done.stderr
+
+
+# ---- Names ----
+
+
+@pytest.mark.parametrize(
+    ("module_id", "name"),
+    [
+        pytest.param("image.resize", "image-resize", id="dot"),
+        pytest.param("simple", "simple", id="no-dot"),
+        pytest.param("comfyui.workflow.execute", "comfyui-workflow-execute", id="two-dots"),
+        pytest.param("my_module.re_size", "my_module-re_size", id="underscores"),
+        pytest.param("a" * 31 + "." + "b" * 32, "a" * 31 + "-" + "b" * 32, id="64-characters"),
+        pytest.param("a" * 55 + ".b0123456", "a" * 55 + "-b0123456", id="64-characters-that-look-shortened"),
+    ],
+)
+def test_dots_become_hyphens_and_come_back(module_id: str, name: str) -> None:
+    assert names_of(to_openai_tools(registry_of({module_id: echo}))) == [name]
+    assert from_openai_name(name) == module_id
+    assert from_openai_name(name, registry_of({})) == module_id
+
+
+async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> None:
+    start = "very.long_" + "x" * 70
+    ids = sorted([start + "a", start + "b", start + ".c", "y" * 65, "y" * 192])
+    registry = registry_of(dict.fromkeys(ids, echo))
+    names = names_of(to_openai_tools(registry))
+    assert len(set(names)) == len(ids)
+    assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names)
+    assert [from_openai_name(name, registry) for name in names] == ids
+    assert [from_openai_call(registry, name, "{}") for name in names] == [(module_id, {}) for module_id in ids]
+    assert names_of(to_openai_tools(registry_of({ids[0]: echo}))) == names[:1], "it depends on nothing but the id"
+    for missing in (None, registry_of({"m.a": echo, ids[1]: echo})):
+        with pytest.raises(ValueError, match=re.escape(names[0])):
+            from_openai_name(names[0], missing)
+    async with connect(registry, tool_names="portable") as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == names
+
+
+def test_the_short_names_of_a_process_are_those_of_the_next() -> None:
+    program = (
+        "import sys; from apcore import Registry; from apcore_mcp import to_openai_tools; r = Registry();"
+        + f"exec({MODULE!r}); r.register('z' * 80, Module()); print(to_openai_tools(r)[0]['function']['name'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert [done.stdout.strip()] == names_of(to_openai_tools(registry_of({"z" * 80: echo})))
+
+
+# ---- Annotations ----
+
+
+@pytest.mark.parametrize(
+    ("annotations", "suffix"),
+    [
+        pytest.param(None, "", id="none"),
+        pytest.param(ModuleAnnotations(), "", id="defaults"),
+        pytest.param(ModuleAnnotations(readonly=True), "readonly=true", id="readonly"),
+        pytest.param(ModuleAnnotations(destructive=True), "destructive=true", id="destructive"),
+        pytest.param(ModuleAnnotations(idempotent=True), "idempotent=true", id="idempotent"),
+        pytest.param(ModuleAnnotations(requires_approval=True), "requires_approval=true", id="requires-approval"),
+        pytest.param(ModuleAnnotations(open_world=False), "open_world=false", id="closed-world"),
+        pytest.param(ModuleAnnotations(readonly=True, idempotent=True), "readonly=true, idempotent=true", id="two"),
+        pytest.param(
+            ModuleAnnotations(
+                readonly=True, destructive=True, idempotent=True, requires_approval=True, open_world=False
+            ),
+            "readonly=true, destructive=true, idempotent=true, requires_approval=true, open_world=false",
+            id="all-five",
+        ),
+        pytest.param(ModuleAnnotations(streaming=False, cacheable=True, paginated=True), "", id="others-are-not-told"),
+    ],
+)
+def test_the_description_tells_the_annotations_that_are_not_the_default(
+    annotations: ModuleAnnotations | None, suffix: str
+) -> None:
+    registry = registry_of({"m.a": FunctionalModule(echo, annotations=annotations, description="Text.")})
+
+    def description(**options: Any) -> str:
+        (tool,) = to_openai_tools(registry, **options)
+        return str(tool["function"]["description"])
+
+    assert description() == description(embed_annotations=False) == "Text."
+    assert description(embed_annotations=True) == "Text." + (f"\n\n[Annotations: {suffix}]" if suffix else "")
+
+
+# ---- Strict mode ----
+
+
+def strict_parameters(schema: Any) -> dict[str, Any]:
+    """The parameters in strict mode, after proof of what holds for all of them at every depth."""
+    before = copy.deepcopy(schema)
+    (tool,) = to_openai_tools(registry_of({"some.module": accepting(schema)}), strict=True)
+    function = tool["function"]
+    parameters: dict[str, Any] = function["parameters"]
+    assert schema == before, "the module's own schema was changed"
+    assert function["strict"] is True
+    Draft202012Validator.check_schema(parameters)
+    for node in subschemas(parameters):
+        assert not node.keys() & {"default", "title"}
+        assert not [keyword for keyword in node if keyword.startswith("x-")]
+        if "properties" in node or "object" in str(node.get("type", "")):
+            assert node["additionalProperties"] is False
+            assert node["required"] == sorted(node["properties"])
+    return parameters
+
+
+def test_strict_mode_follows_the_worked_example() -> None:
+    """Tech design 8.3, Example 1, word for word."""
+    resize = {
+        "type": "object",
+        "title": "ImageResizeInput",
+        "properties": {
+            "width": {"type": "integer", "description": "Target width in pixels"},
+            "height": {"type": "integer", "description": "Target height in pixels"},
+            "format": {"type": "string", "default": "png", "enum": ["png", "jpg", "webp"]},
+        },
+        "required": ["width", "height"],
+    }
+    assert to_openai_tools(registry_of({"m.a": accepting(resize)}))[0]["function"] == {
+        "name": "m-a",
+        "description": "A module of a test",
+        "parameters": resize,
+    }
+    assert strict_parameters(resize) == {
+        "type": "object",
+        "properties": {
+            "width": {"type": "integer", "description": "Target width in pixels"},
+            "height": {"type": "integer", "description": "Target height in pixels"},
+            "format": {"type": ["string", "null"], "enum": ["png", "jpg", "webp", None]},
+        },
+        "required": ["format", "height", "width"],
+        "additionalProperties": False,
+    }
+
+
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
+
+
+PART = {"type": "object", "properties": {"b": {**INTEGER, "default": 1}, "a": STRING}, "required": ["a"], "title": "T"}
+PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
+
+
+@pytest.mark.parametrize(
+    ("properties", "required", "expected"),
+    [
+        pytest.param({"p": INTEGER}, ["p"], {"p": INTEGER}, id="required"),
+        pytest.param({"p": INTEGER}, [], {"p": {"type": ["integer", "null"]}}, id="optional"),
+        pytest.param({"p": {"type": ["integer", "string"]}}, [], {"p": {"type": ["integer", "string", "null"]}},
+                     id="optional-of-two-types"),
+        pytest.param({"p": {"type": ["integer", "null"]}}, [], {"p": {"type": ["integer", "null"]}},
+                     id="nullable-already"),
+        pytest.param({"p": {"anyOf": [STRING, NULL], "default": None, "title": "P"}}, [],
+                     {"p": {"anyOf": [STRING, NULL]}}, id="pydantic-optional"),
+        pytest.param({"p": {"anyOf": [STRING, INTEGER]}}, [], {"p": {"anyOf": [STRING, INTEGER, NULL]}},
+                     id="optional-union"),
+        pytest.param({"p": {}}, [], {"p": {}}, id="anything"),
+        pytest.param({"p": PART}, ["p"], {"p": PART_CLOSED}, id="nested-object"),
+        pytest.param({"p": {"type": "array", "items": PART}}, ["p"], {"p": {"type": "array", "items": PART_CLOSED}},
+                     id="array-of-objects"),
+        pytest.param({"p": {"anyOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="anyOf"),
+        pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"oneOf": [PART_CLOSED, NULL]}}, id="oneOf"),
+        pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
+        pytest.param({"p": {"type": "object"}}, ["p"], {"p": closed({})}, id="object-without-properties"),
+        pytest.param({"p": {"type": "object", "additionalProperties": False}}, ["p"], {"p": closed({})},
+                     id="closed-already"),
+        pytest.param({}, [], {}, id="nothing"),
+        pytest.param({"default": STRING, "title": PART, "x-y": STRING}, ["default", "title", "x-y"],
+                     {"default": STRING, "title": PART_CLOSED, "x-y": STRING}, id="properties-called-like-keywords"),
+        pytest.param({"properties": STRING, "type": INTEGER, "required": {"type": "array", "items": STRING}},
+                     ["properties", "type", "required"],
+                     {"properties": STRING, "type": INTEGER, "required": {"type": "array", "items": STRING}},
+                     id="properties-called-like-structure"),
+        pytest.param({"p": {**STRING, "x-sensitive": True, "x-unit": {"default": 1}, "description": "D"}}, ["p"],
+                     {"p": {**STRING, "description": "D"}}, id="extensions"),
+        pytest.param({"p": {"enum": [{"default": 1, "title": "T", "x-y": 2}]}}, ["p"],
+                     {"p": {"enum": [{"default": 1, "title": "T", "x-y": 2}]}}, id="data-is-not-stripped"),
+    ],
+)  # fmt: skip
+def test_strict_mode_requires_every_property_and_closes_every_object(
+    properties: dict[str, Any], required: list[str], expected: dict[str, Any]
+) -> None:
+    assert strict_parameters({"type": "object", "properties": properties, "required": required}) == closed(expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        pytest.param({"const": "a"}, ["a", None], ["b", 1], id="const"),
+        pytest.param({**STRING, "const": "a"}, ["a", None], ["b", 1], id="typed-const"),
+        pytest.param({"const": None}, [None], ["b"], id="const-null"),
+        pytest.param({"enum": ["a", 1]}, ["a", 1, None], ["b"], id="enum"),
+        pytest.param({"type": ["string", "null"], "enum": ["a"]}, ["a", None], ["b"], id="enum-that-forgot-null"),
+        pytest.param({"anyOf": [{**STRING, "enum": ["a"]}, INTEGER]}, ["a", 1, None], ["b"], id="union-with-enum"),
+        pytest.param({"type": "string", "anyOf": [{"pattern": "^a"}]}, ["ab", None], ["b", 1], id="type-and-union"),
+        pytest.param({"enum": ["a"], "anyOf": [STRING]}, ["a", None], ["b"], id="enum-and-union"),
+        pytest.param({"allOf": [INTEGER, {"minimum": 1}]}, [1, None], [0, "a"], id="allOf"),
+        pytest.param({"oneOf": [INTEGER, STRING]}, [1, "a", None], [1.5], id="oneOf"),
+        pytest.param({"not": NULL}, [1, None], [], id="not"),
+        pytest.param(PART, [{"a": "", "b": None}, {"a": "", "b": 1}, None], [{"a": ""}, {"a": None, "b": 1}],
+                     id="object"),
+        pytest.param({"type": "array", "items": INTEGER}, [[1], None], [[None]], id="array"),
+    ],
+)  # fmt: skip
+def test_an_optional_property_accepts_what_it_did_and_null(
+    schema: dict[str, Any], accepted: list[Any], refused: list[Any]
+) -> None:
+    validator = Draft202012Validator(strict_parameters({"type": "object", "properties": {"p": schema}}))
+    assert [value for value in accepted + refused if validator.is_valid({"p": value})] == accepted
+    assert not validator.is_valid({})
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        pytest.param({"type": "object", "additionalProperties": True}, "additionalProperties", id="open"),
+        pytest.param({"type": "object", "additionalProperties": INTEGER}, "additionalProperties", id="dict-of-int"),
+        pytest.param({"type": "array", "items": {"additionalProperties": {}}}, "additionalProperties", id="in-items"),
+        pytest.param({**STRING, "minLength": 1}, "minLength", id="minLength"),
+        pytest.param({"allOf": [INTEGER]}, "allOf", id="allOf"),
+        pytest.param({"anyOf": [{"oneOf": [INTEGER]}, STRING]}, "oneOf", id="oneOf-in-anyOf"),
+        pytest.param({"type": "array", "items": {**STRING, "format": "uri"}}, "uri", id="format-in-items"),
+        pytest.param({"type": "array", "prefixItems": [INTEGER]}, "prefixItems", id="tuple"),
+        pytest.param({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", id="set"),
+        pytest.param(None, "anyOf", id="union-at-the-root"),
+    ],
+)
+def test_what_strict_mode_cannot_say_is_warned_of_per_tool(
+    schema: dict[str, Any] | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
+    fine = {"type": "object", "properties": {"additionalProperties": INTEGER, "minLength": PART, "x": {"enum": [1]}}}
+    registry = registry_of({"odd.one": accepting(whole), "odd.two": accepting(whole), "fine.one": accepting(fine)})
+    with caplog.at_level(logging.WARNING):
+        to_openai_tools(registry)
+        assert warnings_of(caplog) == [], "only strict mode warns"
+        assert len(to_openai_tools(registry, strict=True)) == 3
+    told = warnings_of(caplog)
+    assert any("odd.one" in text and words in text for text in told)
+    assert any("odd.two" in text and words in text for text in told)
+    assert "fine.one" not in "".join(told)
+
+
+# ---- A model's call back ----
+
+CALLED = {
+    "type": "object",
+    "properties": {
+        "need": INTEGER,
+        "opt": INTEGER,
+        "free": {"anyOf": [INTEGER, NULL]},
+        "any": {},
+        "part": {"type": "object", "properties": {"deep": PART, "maybe": {"type": ["string", "null"]}}},
+        "list": {"type": "array", "items": PART},
+        "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
+        "both": {"allOf": [PART, {"properties": {"c": STRING}}]},
+        # Two open objects: the first would accept what was meant for the second, nulls and all.
+        "either": {"anyOf": [
+            {"type": "object", "properties": {"x": INTEGER}},
+            {"type": "object", "properties": {"y": INTEGER, "z": STRING}},
+        ]},
+    },
+    "required": ["need"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inputs"),
+    [
+        pytest.param('{"need": 1, "opt": null}', {"need": 1}, id="forbidden"),
+        pytest.param('{"need": 1, "free": null, "any": null}', {"need": 1, "free": None, "any": None}, id="allowed"),
+        pytest.param('{"need": null}', {"need": None}, id="required-stays-for-the-module-to-refuse"),
+        pytest.param('{"other": null}', {"other": None}, id="unknown-stays-for-the-module-to-judge"),
+        pytest.param({"need": 1, "opt": 0, "any": [None]}, {"need": 1, "opt": 0, "any": [None]}, id="dict-no-nulls"),
+        pytest.param({"part": {"deep": {"a": "", "b": None}, "maybe": None}},
+                     {"part": {"deep": {"a": ""}, "maybe": None}}, id="nested"),
+        pytest.param({"part": {"deep": None}}, {"part": {}}, id="nested-object-itself"),
+        pytest.param({"list": [{"a": "1", "b": None}, {"a": "2", "b": 2}]}, {"list": [{"a": "1"}, {"a": "2", "b": 2}]},
+                     id="in-arrays"),
+        pytest.param({"union": {"a": "", "b": None}}, {"union": {"a": ""}}, id="in-a-branch"),
+        pytest.param({"union": [{"a": "", "b": None}]}, {"union": [{"a": ""}]}, id="in-an-array-in-a-branch"),
+        pytest.param({"union": None}, {"union": None}, id="the-null-branch"),
+        pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
+        pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
+        pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
+        pytest.param("", {}, id="empty-text"),
+        pytest.param("{}", {}, id="empty-object"),
+        pytest.param({}, {}, id="empty-dict"),
+    ],
+)  # fmt: skip
+def test_the_nulls_that_stand_for_absence_are_dropped(arguments: str | dict[str, Any], inputs: dict[str, Any]) -> None:
+    registry = registry_of({"m.a": accepting(CALLED)})
+    before = copy.deepcopy(arguments)
+    assert from_openai_call(registry, "m-a", arguments) == ("m.a", inputs)
+    assert from_openai_call(Executor(registry), "m-a", arguments) == ("m.a", inputs)
+    assert arguments == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", "nonsense", "  ", "[]", "null", '"text"', "5", "{'a': 1}", '{"x": NaN}', "[" * 100_000, None, [], 5],
+    ids="open word blank list null text number python nan deep None a-list a-number".split(),
+)
+def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> None:
+    with pytest.raises(ValueError, match="m-a"):
+        from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
+
+
+@QUICK
+@given(st.data())
+def test_what_a_model_sends_in_strict_mode_comes_back_as_the_inputs_it_meant(data: st.DataObject) -> None:
+    model, values, _ = data.draw(models())
+    executor = Executor(registry_of({"a.model": accepting(model)}))
+    parameters = strict_parameters(model.model_json_schema())
+    for _ in range(3):
+        value = data.draw(values)
+        assert Draft202012Validator(parameters).is_valid(value.sent), "strict mode refuses what it asked for"
+        module_id, inputs = from_openai_call(executor, "a-model", json.dumps(value.sent))
+        assert inputs == value.back
+        assert executor.call(module_id, inputs) == value.back
+        assert model.model_validate(inputs) == model.model_validate(value.plain)

@@ -1,0 +1,548 @@
+"""Modules that ask their user, and calls that need approval.
+
+FR-EXT-002, FR-EXT-003, FR-ANNOT-006 and the design's "Elicitation" and "Approval". In the handshake era the server asks
+the client; from 2026-07-28 the call is answered with the question and goes on when the client calls again, which the
+tests of the wire do by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from apcore import Executor, ModuleAnnotations, Registry
+from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
+from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, connect, free_port, registry_of, serving
+from mcp import MCPError, StdioServerParameters
+from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.client.stdio import stdio_client
+from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult, ListRootsResult
+
+from apcore_mcp import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, MCPServer, elicit, report_progress
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+DENIED = "Approval was denied"
+Answer = Callable[[Any], ElicitResult]
+
+
+def accept(**content: Any) -> ElicitResult:
+    return ElicitResult(action="accept", content=content)
+
+
+def asking(answer: ElicitResult | Answer | None) -> tuple[dict[str, Any], list[Any]]:
+    """Arguments for a client whose user answers like this (None: a client that cannot ask), and what it was asked."""
+    asked: list[Any] = []
+
+    async def callback(context: Any, params: Any) -> ElicitResult:
+        asked.append(params)
+        assert answer is not None
+        return answer if isinstance(answer, ElicitResult) else answer(params)
+
+    return {} if answer is None else {"elicitation_callback": callback}, asked
+
+
+async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"answer": await elicit(context, "Who are you?", SCHEMA)}
+
+
+async def ask_by_name(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"n": inputs["n"], "answer": await elicit(context, f"Name {inputs['n']}?", SCHEMA, key="name")}
+
+
+async def ask_below(inputs: dict[str, Any], context: Any) -> Any:
+    return await context.executor.call_async("ask", {}, context)
+
+
+def ask_from_sync(inputs: dict[str, Any], context: Any) -> Any:
+    return context.executor.call("ask", {}, context)
+
+
+def text_of(result: CallToolResult) -> str:
+    return "".join(part.text for part in result.content if part.type == "text")
+
+
+# ---- Questions, in both eras ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        pytest.param(accept(name="Ada"), {"name": "Ada"}, id="accepted"),
+        pytest.param(accept(), {}, id="accepted-with-nothing"),
+        pytest.param(ElicitResult(action="decline"), None, id="declined"),
+        pytest.param(ElicitResult(action="cancel"), None, id="cancelled"),
+        pytest.param(None, None, id="client-cannot-ask"),
+    ],
+)
+async def test_a_module_is_given_what_its_user_filled_in_or_none(
+    mode: str, answer: ElicitResult | None, seen: dict[str, Any] | None
+) -> None:
+    arguments, asked = asking(answer)
+    modules = {"ask": ask, "ask_below": ask_below, "ask_from_sync": ask_from_sync}
+    async with connect(modules, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        for module_id in modules:
+            assert (await client.call_tool(module_id)).structured_content == {"answer": seen}, module_id
+    assert [(p.message, p.requested_schema) for p in asked] == ([("Who are you?", SCHEMA)] * 3 if answer else [])
+
+
+@pytest.mark.parametrize("message", ["Go on?", ""], ids=["message", "empty-message"])
+async def test_a_question_without_a_schema_asks_for_a_bare_confirmation(mode: str, message: str) -> None:
+    async def confirm(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, message)}
+
+    arguments, asked = asking(accept())
+    async with connect({"confirm": confirm}, mode=mode, client=arguments) as client:
+        assert (await client.call_tool("confirm")).structured_content == {"answer": {}}
+    assert [(p.message, p.requested_schema) for p in asked] == [(message, {"type": "object", "properties": {}})]
+
+
+async def test_a_module_that_asks_in_turn_runs_once_with_all_its_side_effects(mode: str) -> None:
+    effects: list[str] = []
+
+    async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        answers = []
+        for number in (1, 2, 3):
+            effects.append(f"before {number}")
+            answers.append(await elicit(context, f"Question {number}", SCHEMA))
+        effects.append("end")
+        return {"answers": answers}
+
+    arguments, asked = asking(lambda params: accept(name=f"to {params.message}"))
+    async with connect({"interview": interview}, mode=mode, client=arguments) as client:
+        result = await client.call_tool("interview")
+    assert [p.message for p in asked] == ["Question 1", "Question 2", "Question 3"]
+    assert result.structured_content == {"answers": [{"name": f"to Question {n}"} for n in (1, 2, 3)]}
+    assert effects == ["before 1", "before 2", "before 3", "end"]
+
+
+async def test_questions_asked_at_once_each_get_their_own_answer(mode: str) -> None:
+    async def both(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        one, two = await asyncio.gather(
+            elicit(context, "one", SCHEMA, key="a"), elicit(context, "two", SCHEMA, key="b")
+        )
+        return {"one": one, "two": two}
+
+    arguments, asked = asking(lambda params: accept(name=params.message.upper()))
+    async with connect({"both": both}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        result = await client.call_tool("both")
+    assert result.structured_content == {"one": {"name": "ONE"}, "two": {"name": "TWO"}}
+    assert sorted(p.message for p in asked) == ["one", "two"]
+
+
+async def test_outside_mcp_nobody_is_asked_and_the_context_has_no_keys() -> None:
+    assert (MCP_PROGRESS_KEY, MCP_ELICIT_KEY) == ("_mcp_progress", "_mcp_elicit")
+
+    async def keys(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"keys": sorted(context.data.keys() & {MCP_PROGRESS_KEY, MCP_ELICIT_KEY})}
+
+    registry = registry_of({"ask": ask, "ask_below": ask_below, "keys": keys})
+    for module_id, output in (("ask", {"answer": None}), ("ask_below", {"answer": None}), ("keys", {"keys": []})):
+        assert await Executor(registry).call_async(module_id, {}) == output
+    async with connect(registry) as client:
+        inside = (await client.call_tool("keys")).structured_content
+    assert inside == {"keys": [MCP_ELICIT_KEY, MCP_PROGRESS_KEY]}
+
+
+async def test_where_an_answer_could_not_come_back_nobody_is_asked() -> None:
+    arguments, asked = asking(accept(name="Ada"))
+    async with connect({"ask": ask}, mode=HANDSHAKE, client=arguments, stateless=True) as client, asyncio.timeout(20):
+        assert (await client.call_tool("ask")).structured_content == {"answer": None}
+    assert asked == []
+
+
+ASK_ON_STDIO = """
+from apcore_mcp import serve
+from conftest import registry_of
+from test_questions import ask
+serve(registry_of({"ask": ask}))
+"""
+
+
+async def test_questions_are_asked_over_stdio_too(mode: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    server = stdio_client(StdioServerParameters(command=sys.executable, args=["-c", ASK_ON_STDIO], env=environment))
+    arguments, _ = asking(accept(name="Ada"))
+    async with Client(server, mode=mode, cache=None, read_timeout_seconds=30, **arguments) as client:
+        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
+async def test_questions_are_asked_over_sse_too() -> None:
+    arguments, _ = asking(accept(name="Ada"))
+    with serving(registry_of({"ask": ask}), transport="sse") as url:
+        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, **arguments) as client:
+            assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
+# ---- The wire of 2026-07-28, by hand ----
+
+
+class Wire:
+    """A client that can ask, and calls whose questions it leaves to the test."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def call(self, name: str, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+        return await self.client.session.call_tool(name, arguments, allow_input_required=True, **options)
+
+    async def question(
+        self, name: str, arguments: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[str, str, str]:
+        """The key, the message and the state of the one question a call is answered with."""
+        result = await self.call(name, arguments, **options)
+        assert isinstance(result, InputRequiredResult), result
+        [(key, request)] = (result.input_requests or {}).items()
+        assert isinstance(request, ElicitRequest)
+        assert result.request_state
+        return key, request.params.message, result.request_state
+
+    async def refused(self, state: str, name: str = "ask", arguments: dict[str, Any] | None = None) -> None:
+        """Fails unless this retry is answered with a JSON-RPC error -32602."""
+        with pytest.raises(MCPError) as caught:
+            await self.call(name, arguments, request_state=state, input_responses={"name": accept(name="Eve")})
+        assert caught.value.error.code == -32602
+
+
+@contextlib.asynccontextmanager
+async def wired(modules: dict[str, Any] | Registry) -> AsyncIterator[Wire]:
+    async with connect(modules, client=asking(accept())[0]) as client, asyncio.timeout(40):
+        yield Wire(client)
+
+
+async def test_key_names_the_question_and_every_round_has_a_state_of_its_own() -> None:
+    async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        first = await elicit(context, "first", SCHEMA, key="name")
+        return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
+
+    async with wired({"rounds": rounds}) as wire:
+        key, message, state = await wire.question("rounds")
+        assert (key, message) == ("name", "first")
+        answer = {"request_state": state, "input_responses": {"name": accept(name="A")}}
+        key, message, again = await wire.question("rounds", **answer)
+        assert (key, message) == ("again", "second")
+        assert again != state
+        await wire.refused(state, "rounds")
+        result = await wire.call("rounds", request_state=again, input_responses={"again": accept(name="B")})
+        assert result.structured_content == {"first": {"name": "A"}, "second": {"name": "B"}}
+
+
+async def test_a_state_resumes_the_call_it_was_made_for_once_and_nothing_else() -> None:
+    runs: list[str] = []
+
+    async def counted(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(f"{context.call_chain[-1]} starts")
+        answer = await elicit(context, "Who?", SCHEMA, key="name")
+        runs.append(f"goes on with {answer}")
+        return {"answer": answer}
+
+    async with wired({"ask": counted, "other": counted}) as wire, wired({"ask": counted}) as stranger:
+        _, _, state = await wire.question("ask", {"n": 1})
+        _, _, strange = await stranger.question("ask", {"n": 1})
+        started = ["ask starts", "ask starts"]
+        assert runs == started
+        for wrong in ("", "nonsense", "v1.AAAA", state[:-2], state[::-1], state.swapcase(), f"{state}A", strange):
+            await wire.refused(wrong, "ask", {"n": 1})
+        await wire.refused(state, "other", {"n": 1})
+        await wire.refused(state, "ask", {"n": 2})
+        await wire.refused(state, "ask")
+        assert runs == started
+        answer = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
+        result = await wire.call("ask", {"n": 1}, **answer)
+        assert result.structured_content == {"answer": {"name": "Ada"}}
+        await wire.refused(state, "ask", {"n": 1})
+        assert runs == [*started, "goes on with {'name': 'Ada'}"]
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        pytest.param(None, id="none"),
+        pytest.param({}, id="empty"),
+        pytest.param({"other": accept(name="Eve")}, id="another-question"),
+    ],
+)
+async def test_a_retry_without_the_answer_is_asked_again(responses: Any) -> None:
+    async with wired({"ask": ask_by_name}) as wire:
+        first = await wire.question("ask", {"n": 1})
+        again = await wire.question("ask", {"n": 1}, request_state=first[2], input_responses=responses)
+        assert again[:2] == first[:2] == ("name", "Name 1?")
+        answer = {"request_state": again[2], "input_responses": {"name": accept(name="Ada")}}
+        assert (await wire.call("ask", {"n": 1}, **answer)).structured_content == {"n": 1, "answer": {"name": "Ada"}}
+
+
+async def test_an_answer_of_another_kind_is_no_answer_and_no_failure_of_the_module() -> None:
+    async with wired({"ask": ask_by_name}) as wire:
+        _, _, state = await wire.question("ask", {"n": 1})
+        roots = {"name": ListRootsResult(roots=[])}
+        outcome: Any
+        try:
+            result = await wire.call("ask", {"n": 1}, request_state=state, input_responses=roots)
+            asked_again = isinstance(result, InputRequiredResult)
+            outcome = "asked again" if asked_again else result.structured_content or text_of(result)
+        except MCPError as error:
+            outcome = error.error.code
+        assert outcome in ("asked again", {"n": 1, "answer": None}, -32602)
+
+
+async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
+    async with wired({"ask": ask_by_name}) as wire:
+        states = {n: (await wire.question("ask", {"n": n}))[2] for n in range(20)}
+        assert len(set(states.values())) == 20
+
+        async def answer(n: int) -> Any:
+            named = {"name": accept(name=f"user {n}")}
+            return (await wire.call("ask", {"n": n}, request_state=states[n], input_responses=named)).structured_content
+
+        order = [(7 * n + 3) % 20 for n in range(20)]
+        assert await asyncio.gather(*map(answer, order)) == [{"n": n, "answer": {"name": f"user {n}"}} for n in order]
+
+
+async def test_there_is_a_cap_on_how_many_calls_are_parked() -> None:
+    async with wired({"ask": ask_by_name}) as wire:
+        for _ in range(40):
+            results = await asyncio.gather(*(wire.call("ask", {"n": 1}) for _ in range(50)))
+            if told := [r for r in results if not isinstance(r, InputRequiredResult)]:
+                break
+        else:
+            pytest.fail("2,000 calls are parked")
+        assert told[0].structured_content == {"n": 1, "answer": None}
+
+
+async def test_parked_calls_end_when_the_server_stops() -> None:
+    ended: queue.Queue[str] = queue.Queue()
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await elicit(context, "Who?", SCHEMA)
+        except asyncio.CancelledError:
+            ended.put("cancelled")
+            raise
+        finally:
+            ended.put("finally")
+        return {}
+
+    port = free_port()
+    server = MCPServer(registry_of({"patient": patient}), transport="streamable-http", port=port)
+    server.start()
+    url = f"http://127.0.0.1:{port}/mcp"
+    async with Client(url, mode=MODERN, cache=None, read_timeout_seconds=30, **asking(accept())[0]) as client:
+        for _ in range(2):
+            await Wire(client).question("patient")
+        server.stop()
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(server.wait)
+    assert sorted(ended.get_nowait() for _ in range(4)) == ["cancelled", "cancelled", "finally", "finally"]
+
+
+async def test_progress_after_an_answer_goes_to_the_request_that_brought_it() -> None:
+    told: list[tuple[str, float]] = []
+
+    def note(request: str) -> Any:
+        async def callback(progress: float, total: float | None, message: str | None) -> None:
+            told.append((request, progress))
+
+        return callback
+
+    async def working(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in (1, 2, 3):
+            await report_progress(context, number)
+            if number < 3:
+                await elicit(context, "Go on?", key="name")
+        return {}
+
+    async with wired({"work": working}) as wire:
+        _, _, state = await wire.question("work", progress_callback=note("first"))
+        answer = {"name": accept()}
+        again = {"request_state": state, "input_responses": answer, "progress_callback": note("second")}
+        _, _, state = await wire.question("work", **again)
+        await wire.call("work", request_state=state, input_responses=answer, progress_callback=note("third"))
+    assert told == [("first", 1), ("second", 2), ("third", 3)]
+
+
+async def test_a_cancelled_question_of_the_handshake_era_cancels_its_module() -> None:
+    asked, ended = threading.Event(), queue.Queue[str]()
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await elicit(context, "Who?", SCHEMA)
+        finally:
+            ended.put("ended")
+        return {}
+
+    async def never(context: Any, params: Any) -> ElicitResult:
+        asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    client_arguments = {"elicitation_callback": never}
+    async with connect({"patient": patient}, mode=HANDSHAKE, client=client_arguments) as client, asyncio.timeout(20):
+        call = asyncio.create_task(client.call_tool("patient"))
+        assert await asyncio.to_thread(asked.wait, 10)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert await asyncio.to_thread(ended.get, timeout=10) == "ended"
+
+
+# ---- Approval ----
+
+APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
+EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
+
+
+def guarded(runs: list[dict[str, Any]], **attributes: Any) -> FunctionalModule:
+    """A destructive module that needs approval and keeps a list of its runs."""
+
+    def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        return {"ran": True}
+
+    annotations = ModuleAnnotations(requires_approval=True, destructive=True)
+    return FunctionalModule(execute, **{"annotations": annotations, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("approval", "user", "questions", "runs"),
+    [
+        ("auto", "yes", 1, True),
+        ("auto", "no", 1, False),
+        ("auto", "decline", 1, False),
+        ("auto", "cannot", 0, True),
+        ("require", "yes", 1, True),
+        ("require", "no", 1, False),
+        ("require", "decline", 1, False),
+        ("require", "cannot", 0, False),
+        ("deny", "yes", 0, False),
+        ("deny", "cannot", 0, False),
+        ("off", "no", 0, True),
+        ("off", "cannot", 0, True),
+    ],
+)
+async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
+    mode: str, approval: str, user: str, questions: int, runs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[dict[str, Any]] = []
+    arguments, asked = asking(EVERYONE[user])
+    async with connect({"wipe": guarded(ran)}, mode=mode, client=arguments, approval=approval) as client:
+        result = await client.call_tool("wipe", {"disk": "a"})
+    assert len(asked) == questions
+    assert ran == ([{"disk": "a"}] if runs else [])
+    assert (result.is_error, text_of(result)) == ((False, '{"ran":true}') if runs else (True, DENIED))
+    warned = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.WARNING]
+    assert any("wipe" in record.getMessage() for record in warned) == (approval == "auto" and user == "cannot")
+
+
+async def test_the_question_names_the_tool_its_arguments_and_its_danger_but_no_secret(mode: str) -> None:
+    properties = {"disk": {"type": "string"}, "pin": {"type": "string", "x-sensitive": True}}
+    module = guarded([], input_schema={"type": "object", "properties": properties})
+    below = FunctionalModule(lambda inputs, context: context.executor.call("disk.wipe", inputs, context))
+    arguments, asked = asking(APPROVE)
+    async with connect({"disk.wipe": module, "below": below}, mode=mode, client=arguments) as client:
+        for name in ("disk.wipe", "below"):
+            assert not (await client.call_tool(name, {"disk": "sda1", "pin": "hunter2"})).is_error
+    assert len(asked) == 2
+    for question in asked:
+        assert all(part in question.message for part in ("disk.wipe", "disk", "sda1", "pin", "***REDACTED***"))
+        assert "destructive" in question.message.lower()
+        assert "hunter2" not in question.message
+
+
+async def test_an_approved_module_may_ask_and_stream_and_still_runs_once(mode: str) -> None:
+    runs: list[str] = []
+
+    class Streaming(FunctionalModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            runs.append("run")
+            yield {"a": 1}
+            yield {"name": (await elicit(context, "Who?", SCHEMA) or {}).get("name")}
+
+    annotations = ModuleAnnotations(requires_approval=True, streaming=True)
+    chunks: list[str | None] = []
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        chunks.append(message)
+
+    arguments, asked = asking(lambda params: accept(name="Ada") if params.message == "Who?" else APPROVE)
+    module = Streaming(lambda inputs, context: {}, annotations=annotations)
+    async with connect({"s": module}, mode=mode, client=arguments) as client:
+        result = await client.call_tool("s", progress_callback=note)
+    assert result.structured_content == {"a": 1, "name": "Ada"}
+    assert (len(asked), runs, chunks) == (2, ["run"], ['{"a":1}', '{"name":"Ada"}'])
+
+
+class Judge:
+    """An approval handler that says always the same and keeps what it was asked."""
+
+    def __init__(self, status: Any) -> None:
+        self.status = status
+        self.asked: list[ApprovalRequest] = []
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        self.asked.append(request)
+        return ApprovalResult(status=self.status, reason="secret reasons of /etc/judge")
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        return ApprovalResult(status="approved")
+
+
+@pytest.mark.parametrize(
+    ("status", "is_error"),
+    [("approved", False), ("rejected", True), ("timeout", True), ("pending", True)],
+)
+async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_stay_here(
+    mode: str, status: str, is_error: bool
+) -> None:
+    ran: list[dict[str, Any]] = []
+    judge = Judge(status)
+    arguments, asked = asking(REFUSE)
+    async with connect({"wipe": guarded(ran)}, mode=mode, client=arguments, approval=judge) as client:
+        result = await client.call_tool("wipe", {"disk": "a"})
+    assert (result.is_error, len(ran), asked) == (is_error, int(not is_error), [])
+    assert [(request.module_id, request.arguments) for request in judge.asked] == [("wipe", {"disk": "a"})]
+    assert "secret" not in result.model_dump_json()
+    if status == "rejected":
+        assert text_of(result) == DENIED
+
+
+@pytest.mark.parametrize("approval", ["auto", "require", "deny", "off"])
+@pytest.mark.parametrize(
+    ("handler", "runs"),
+    [pytest.param(AutoApproveHandler(), 1, id="approves"), pytest.param(Judge("rejected"), 0, id="rejects")],
+)
+async def test_an_executor_keeps_the_approval_handler_it_came_with(approval: str, handler: Any, runs: int) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=handler)
+    arguments, asked = asking(REFUSE if runs else APPROVE)
+    async with connect(executor, client=arguments, approval=approval) as client:
+        await client.call_tool("wipe")
+    assert (len(ran), asked) == (runs, [])
+
+
+@pytest.mark.parametrize(("approval", "user"), [("auto", "no"), ("require", "cannot"), ("deny", "yes")])
+async def test_a_client_that_sends_an_approval_token_gains_nothing(mode: str, approval: str, user: str) -> None:
+    ran: list[dict[str, Any]] = []
+    arguments, _ = asking(EVERYONE[user])
+    async with connect({"wipe": guarded(ran)}, mode=mode, client=arguments, approval=approval) as client:
+        for token in ("token", "", 7, None):
+            assert (await client.call_tool("wipe", {"_approval_token": token})).is_error
+    assert ran == []
+
+
+async def test_a_module_that_needs_no_approval_is_not_asked_about(mode: str) -> None:
+    arguments, asked = asking(REFUSE)
+    module = guarded([], annotations=ModuleAnnotations(destructive=True))
+    async with connect({"wipe": module}, mode=mode, client=arguments, approval="require") as client:
+        assert not (await client.call_tool("wipe")).is_error
+    assert asked == []
+
+
+def test_an_unknown_approval_mode_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="auto, require, deny, off"), serving(registry_of(), approval="maybe"):
+        pytest.fail("it started")

@@ -1,0 +1,630 @@
+"""What a module's answer becomes, and what its tool looks like: FR-EXEC-001 to -006, FR-SCHEMA-005, FR-ANNOT-001 to
+-006, FR-SERVER-011, and the design page's "Output", "Annotations" and "Tool names". Real registry, Executor, server and
+client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import enum
+import json
+import logging
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import UUID
+
+import pytest
+from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, Registry
+from conftest import ANYTHING, HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
+from jsonschema import Draft202012Validator
+from mcp.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CallToolResult, Implementation
+from pydantic import BaseModel, Field
+
+from apcore_mcp import to_openai_tools
+
+REDACTED = "***REDACTED***"
+
+
+def text_of(result: CallToolResult) -> str:
+    """The text of a result that is no error and is one text."""
+    (part,) = result.content
+    assert part.type == "text"
+    assert result.is_error is False, part.text
+    return part.text
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def parsed(text: str) -> Any:
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def gives(output: Any, **attributes: Any) -> FunctionalModule:
+    return FunctionalModule(lambda inputs, context: output, **attributes)
+
+
+@contextlib.asynccontextmanager
+async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
+    async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+        yield client
+
+
+# ---- Output as JSON ----
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Size(BaseModel):
+    width: int
+    made: date
+
+
+class Thing:
+    def __str__(self) -> str:
+        return "a thing"
+
+
+def from_base64(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text.replace("+", "-").replace("/", "_") + "=" * (-len(text) % 4))
+
+
+PLUS_TWO = timezone(timedelta(hours=2))
+
+# A value that a module may return, what its JSON is, and what reads that back.
+VALUES: dict[str, tuple[Any, type, Callable[[Any], Any]]] = {
+    "date": (date(2026, 2, 3), str, date.fromisoformat),
+    "datetime": (datetime(2026, 2, 3, 4, 5, 6, 789), str, datetime.fromisoformat),
+    "datetime_zone": (datetime(2026, 2, 3, 4, 5, tzinfo=PLUS_TWO), str, datetime.fromisoformat),
+    "uuid": (UUID("12345678-1234-5678-1234-567812345678"), str, UUID),
+    "path": (PurePosixPath("/tmp/a b"), str, PurePosixPath),
+    "decimal": (Decimal("1.10"), str, Decimal),
+    "enum": (Color.RED, str, Color),
+    "bytes": (b"hello", str, from_base64),
+    "bytes_not_utf8": (b"\xff\xfe\x00\xfb\xef\xbe", str, from_base64),
+    "set": ({1, 2, 3}, list, set),
+    "frozenset": (frozenset({"a"}), list, frozenset),
+    "tuple": ((1, "a"), list, tuple),
+    "model": (Size(width=1, made=date(2026, 2, 3)), dict, Size.model_validate),
+    "models": ([{"size": Size(width=1, made=date(2026, 2, 3))}], list, lambda v: [{"size": Size(**v[0]["size"])}]),
+    "object": (Thing(), str, lambda text: text if text != "a thing" else VALUES["object"][0]),
+    "class": (Exception("as text"), str, lambda text: text if text != "as text" else VALUES["class"][0]),
+    "unicode": ('é "quoted" \u2028 \U0001f600 </script>', str, str),
+    "big_integer": (2**80, int, int),
+    "nothing": (None, type(None), lambda value: value),
+    "empty": ({}, dict, dict),
+}
+
+
+@pytest.fixture(scope="module")
+def valued() -> Iterator[str]:
+    """A server of a module for each value, once with a schema of anything and once without."""
+    modules = {}
+    for name, (value, _, _) in VALUES.items():
+        modules[f"typed.{name}"] = gives({"value": value})
+        modules[f"plain.{name}"] = gives({"value": value}, output_schema={})
+    with serving(registry_of(modules)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("name", VALUES)
+async def test_a_value_arrives_as_json_that_can_be_read_back(valued: str, name: str) -> None:
+    value, kind, read = VALUES[name]
+    async with client_of(valued) as client:
+        typed = await client.call_tool(f"typed.{name}", {})
+        plain = await client.call_tool(f"plain.{name}", {})
+    arrived = parsed(text_of(typed))
+    assert arrived.keys() == {"value"}
+    assert type(arrived["value"]) is kind
+    assert read(arrived["value"]) == value
+    assert typed.structured_content == arrived
+    assert text_of(plain) == text_of(typed)
+    assert plain.structured_content is None
+
+
+@pytest.mark.parametrize(("output", "texts"), [({}, ["{}"]), (None, ["{}", "null"])], ids=["empty", "none"])
+async def test_an_empty_answer_is_an_answer(output: Any, texts: list[str], mode: str) -> None:
+    async with connect(
+        {"demo.typed": gives(output), "demo.plain": gives(output, output_schema={})}, mode=mode
+    ) as client:
+        typed = await client.call_tool("demo.typed")
+        plain = await client.call_tool("demo.plain")
+    assert text_of(typed) in texts
+    assert typed.structured_content == {}
+    assert text_of(plain) in texts
+    assert plain.structured_content is None
+
+
+class Part(BaseModel):
+    size: Size
+    note: str | None = None
+    source: str = Field("x", alias="from")
+
+
+class Everything(BaseModel):
+    day: date
+    naive: datetime
+    zoned: datetime
+    spent: timedelta
+    id: UUID
+    where: Path
+    price: Decimal
+    color: Color
+    tags: set[str]
+    pair: tuple[int, str]
+    parts: list[Part]
+    by_name: dict[str, Part]
+    ratio: float
+    raw: bytes
+
+
+EVERYTHING: dict[str, Any] = {
+    "day": date(2026, 2, 3),
+    "naive": datetime(2026, 2, 3, 4, 5, 6, 789),
+    "zoned": datetime(2026, 2, 3, 4, 5, tzinfo=PLUS_TWO),
+    "spent": timedelta(hours=30, milliseconds=5),
+    "id": UUID(int=7),
+    "where": Path("/tmp/x"),
+    "price": Decimal("1.10"),
+    "color": Color.RED,
+    "tags": {"a", "b"},
+    "pair": (1, "a"),
+    "parts": [Part(size=Size(width=1, made=date(2026, 1, 1)), **{"from": "y"})],
+    "by_name": {"a": {"size": {"width": 1, "made": date(2026, 1, 1)}, "from": "z"}},
+    "ratio": 2,
+    "raw": b"\xff\xfe",
+}
+
+
+async def test_structured_content_satisfies_the_advertised_schema(mode: str) -> None:
+    """The SDK's client checks it too, and raises when it does not hold."""
+    async with connect({"demo.all": gives(EVERYTHING, output_schema=Everything)}, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("demo.all", {})
+    assert tool.output_schema is not None
+    assert "$ref" not in json.dumps(tool.output_schema)
+    assert "$defs" not in tool.output_schema
+    assert tool.output_schema["properties"]["parts"]["items"]["properties"]["size"]["required"] == ["width", "made"]
+    assert result.structured_content == parsed(text_of(result))
+    checker = Draft202012Validator.FORMAT_CHECKER
+    Draft202012Validator(tool.output_schema, format_checker=checker).validate(result.structured_content)
+    assert "date-time" not in json.dumps(tool.output_schema)
+    assert result.structured_content["parts"][0]["from"] == "y"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({}, id="empty"),
+        pytest.param({"type": "array", "items": {}}, id="not-an-object"),
+        pytest.param({"type": ["string", "null"]}, id="a-string"),
+    ],
+)
+async def test_without_an_object_schema_only_text_is_sent(schema: dict[str, Any]) -> None:
+    async with connect({"demo.plain": gives(None if schema else {"a": 1}, output_schema=schema)}) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("demo.plain", {})
+    assert tool.output_schema is None
+    assert result.structured_content is None
+    assert text_of(result)
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise KeyboardInterrupt("/etc/passwd")
+
+    __repr__ = __str__
+
+
+class Ratio(BaseModel):
+    ratio: float
+
+
+class Unwilling:
+    def __str__(self) -> str:
+        raise RuntimeError("/etc/passwd")
+
+
+def cycle() -> dict[str, Any]:
+    output: dict[str, Any] = {}
+    output["deep"] = [{"again": output}]
+    return output
+
+
+UNSAYABLE: dict[str, Callable[[], dict[str, Any]]] = {
+    "nan": lambda: {"value": float("nan")},
+    "infinity": lambda: {"value": [{"deep": float("inf")}]},
+    "minus_infinity": lambda: {"value": float("-inf")},
+    "nan_in_a_model": lambda: {"value": Ratio(ratio=float("nan"))},
+    "cycle": cycle,
+    "surrogate": lambda: {"value": "a\ud800b"},
+    "surrogate_key": lambda: {"a\ud800b": 1},
+    "str_raises": lambda: {"value": Unwilling()},
+    "str_exits": lambda: {"value": Unprintable()},
+}
+
+
+@pytest.fixture(scope="module")
+def unsayable() -> Iterator[str]:
+    """A server of two modules for each row, with and without an output schema, and of one that works."""
+    modules: dict[str, Any] = {"says.fine": echo}
+    for name, make in UNSAYABLE.items():
+        for form, schema in (("typed", ANYTHING), ("plain", {})):
+            module = FunctionalModule(lambda inputs, context, make=make: make(), output_schema=schema)
+            modules[f"{form}.{name}"] = module
+    with serving(registry_of(modules)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("name", UNSAYABLE)
+async def test_what_json_cannot_say_is_an_error_and_the_server_lives_on(unsayable: str, name: str) -> None:
+    async with client_of(unsayable) as client:
+        results = [await client.call_tool(f"{form}.{name}", {}) for form in ("typed", "plain")]
+        after = await client.call_tool("says.fine", {"a": 1})
+    for result in results:
+        assert [part.model_dump()["text"] for part in result.content] == ["Failed to serialize module output"]
+        assert result.is_error is True
+        assert result.structured_content is None
+        assert "/etc" not in result.model_dump_json(by_alias=True)
+    assert parsed(text_of(after)) == {"a": 1}
+
+
+async def test_five_megabytes_arrive_whole(mode: str) -> None:
+    """With the limit lifted that this client sets on one server-sent event, which is how handshake answers come."""
+    lines = [f"line {number:07} é" for number in range(300_000)]
+    with serving(registry_of({"demo.large": gives({"lines": lines}, output_schema={})})) as url:
+        transport = streamable_http_client(f"{url}/mcp", max_sse_event_size=None)
+        async with Client(transport, mode=mode, cache=None, read_timeout_seconds=30) as client:
+            text = text_of(await client.call_tool("demo.large", {}))
+    assert len(text) > 5_000_000
+    assert parsed(text) == {"lines": lines}
+
+
+# ---- Redaction ----
+
+
+class Key(BaseModel):
+    label: str
+    value: str = Field(json_schema_extra={"x-sensitive": True})
+
+
+class Account(BaseModel):
+    author: str
+    tokens_used: int
+    password_hint: str
+    pin: int = Field(json_schema_extra={"x-sensitive": True})
+    expires: date = Field(json_schema_extra={"x-sensitive": True})
+    first: Key
+    keys: list[Key]
+    maybe: Key | None = None
+    by_name: dict[str, Key]
+    secrets: list[int] = Field(json_schema_extra={"x-sensitive": True})
+
+
+KEY = {"label": "l", "value": "S3CR3T"}
+ACCOUNT: dict[str, Any] = {
+    "author": "ann",
+    "tokens_used": 3,
+    "password_hint": "cat",
+    "pin": 918273645,
+    "expires": date(2031, 12, 13),
+    "first": KEY,
+    "keys": [KEY, KEY],
+    "maybe": KEY,
+    "by_name": {"a": KEY},
+    "secrets": [918273645],
+}
+HIDDEN = {"label": "l", "value": REDACTED}
+SHOWN: dict[str, Any] = {
+    **{"author": "ann", "tokens_used": 3, "password_hint": "cat", "pin": REDACTED, "expires": REDACTED},
+    **{"first": HIDDEN, "keys": [HIDDEN, HIDDEN], "maybe": HIDDEN, "by_name": {"a": HIDDEN}, "secrets": REDACTED},
+}
+
+
+def dict_schema() -> dict[str, Any]:
+    """The same account, with no model behind it, and with its map spelled in other words."""
+    key = {
+        "type": "object",
+        "properties": {"label": {"type": "string"}, "value": {"type": "string", "x-sensitive": True}},
+        "required": ["label", "value"],
+    }
+    number = {"type": "integer", "x-sensitive": True, "minimum": 0}
+    return {
+        "type": "object",
+        "properties": {
+            "pin": number,
+            "first": {"$ref": "#/$defs/Key"},
+            "keys": {"type": "array", "items": {"$ref": "#/$defs/Key"}},
+            "maybe": {"oneOf": [key, {"type": "null"}]},
+            "by_name": {"type": "object", "patternProperties": {"^.$": {"$ref": "#/$defs/Key"}}},
+            "secrets": {"type": "array", "x-sensitive": True, "items": {"type": "integer"}, "maxItems": 3},
+        },
+        "required": ["pin", "keys"],
+        "$defs": {"Key": key},
+    }
+
+
+NAMELESS = {key: ACCOUNT[key] for key in ("author", "pin", "first", "keys", "maybe", "by_name", "secrets")}
+NUMBER, SECRET_NUMBER = {"type": "integer"}, {"type": "integer", "x-sensitive": True}
+PAIR = {"type": "object", "properties": {"pair": {"type": "array", "prefixItems": [NUMBER, SECRET_NUMBER]}}}
+PATTERN = {"type": "object", "properties": {"count": NUMBER}, "patternProperties": {"^secret_": SECRET_NUMBER}}
+REST = {"type": "object", "properties": {"count": {}}, "additionalProperties": SECRET_NUMBER}
+
+# An output schema, what the module returns, and what the client may see of it.
+ACCOUNTS: list[Any] = [
+    pytest.param(Account, ACCOUNT, SHOWN, id="model"),
+    pytest.param(dict_schema(), NAMELESS, {key: SHOWN[key] for key in NAMELESS}, id="dict"),
+    pytest.param(PAIR, {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}, id="one-place-of-a-tuple"),
+    pytest.param(PATTERN, {"count": 1, "secret_a": 918273645}, {"count": 1, "secret_a": REDACTED}, id="some-names"),
+    pytest.param(REST, {"count": 1, "else": 918273645}, {"count": 1, "else": REDACTED}, id="all-other-names"),
+]
+
+
+@pytest.mark.parametrize(("schema", "output", "shown"), ACCOUNTS)
+async def test_sensitive_output_is_redacted_wherever_it_stands(
+    schema: Any, output: dict[str, Any], shown: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    async with connect({"demo.account": gives(output, output_schema=schema)}) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("demo.account", {})
+    assert parsed(text_of(result)) == shown
+    assert result.structured_content == shown
+    Draft202012Validator(tool.output_schema).validate(shown)
+    said = result.model_dump_json() + "".join(r.getMessage() for r in caplog.records if r.name.startswith("apcore_mcp"))
+    assert [secret for secret in ("S3CR3T", "918273645", "2031-12-13") if secret in said] == []
+
+
+@pytest.mark.parametrize(("schema", "output", "shown"), ACCOUNTS)
+async def test_redact_output_false_shows_what_the_module_gave(
+    schema: Any, output: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    async with connect({"demo.account": gives(output, output_schema=schema)}, redact_output=False) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("demo.account", {})
+    expected = json.loads(json.dumps(output, default=str))
+    assert parsed(text_of(result)) == expected
+    assert result.structured_content == expected
+    assert tool.output_schema is not None
+    assert REDACTED not in json.dumps(tool.output_schema)
+
+
+# ---- Execution ----
+
+
+async def test_sync_and_async_modules_get_the_arguments_and_answer(mode: str) -> None:
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"got": inputs, "thread": threading.current_thread().name}
+
+    def now(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"got": inputs, "thread": threading.current_thread().name}
+
+    arguments = {"a": {"b": [1, None, "é", 1.5, True]}}
+    async with connect({"demo.sync": now, "demo.async": later}, mode=mode) as client:
+        for tool in ("demo.sync", "demo.async"):
+            assert parsed(text_of(await client.call_tool(tool, arguments)))["got"] == arguments
+            assert parsed(text_of(await client.call_tool(tool, {})))["got"] == {}
+            assert parsed(text_of(await client.call_tool(tool)))["got"] == {}
+        threads = {parsed(text_of(await client.call_tool(tool)))["thread"] for tool in ("demo.sync", "demo.async")}
+    assert len(threads) == 2, "a sync module must not run on the event loop"
+
+
+class Stamp(Middleware):
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**inputs, "before": module_id}
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**output, "after": module_id}
+
+
+async def test_the_executor_that_was_given_keeps_its_acl_middleware_and_timeout(mode: str) -> None:
+    async def never(inputs: dict[str, Any], context: Any) -> None:
+        await asyncio.Event().wait()
+
+    registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": never})
+    acl = ACL([ACLRule(callers=["*"], targets=["open.*"], effect="allow")], default_effect="deny")
+    config = Config({"executor": {"default_timeout": 70, "global_timeout": 60_000}})
+    executor = Executor(registry, acl=acl, middlewares=[Stamp()], config=config)
+    async with connect(executor, mode=mode) as client:
+        names = [tool.name for tool in (await client.list_tools()).tools]
+        opened = await client.call_tool("open.door", {"a": 1})
+        shut = await client.call_tool("shut.door", {"a": 1})
+        slow = await client.call_tool("open.slow", {})
+    assert names == ["open.door", "open.slow", "shut.door"]
+    assert parsed(text_of(opened)) == {"a": 1, "before": "open.door", "after": "open.door"}
+    assert (shut.is_error, shut.content[0].model_dump()["text"]) == (True, "Access denied")
+    assert (slow.is_error, slow.content[0].model_dump()["text"]) == (True, "Module timed out after 70ms")
+    assert to_openai_tools(executor) == to_openai_tools(registry)
+
+
+async def test_forty_blocked_sync_calls_hold_up_nobody_and_keep_their_answers_apart(mode: str) -> None:
+    count, release, all_running = 40, threading.Event(), threading.Event()
+    running: list[int] = []
+
+    def blocked(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.append(inputs["number"])
+        if len(running) == count:
+            all_running.set()
+        assert release.wait(40)
+        return {"number": inputs["number"]}
+
+    async def quick(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"released": release.is_set()}
+
+    modules = {"demo.blocked": blocked, "demo.quick": quick, "demo.sync": echo}
+    try:
+        async with connect(modules, mode=mode) as client, asyncio.timeout(40):
+            calls = [asyncio.create_task(client.call_tool("demo.blocked", {"number": n})) for n in range(count)]
+            assert await asyncio.to_thread(all_running.wait, 20), f"{len(running)} of {count} run"
+            assert parsed(text_of(await client.call_tool("demo.quick", {}))) == {"released": False}
+            assert parsed(text_of(await client.call_tool("demo.sync", {"a": 1}))) == {"a": 1}
+            assert len((await client.list_tools()).tools) == 3
+            assert not any(call.done() for call in calls)
+            release.set()
+            results = await asyncio.gather(*calls)
+    finally:
+        release.set()
+    assert [parsed(text_of(result)) for result in results] == [{"number": n} for n in range(count)]
+
+
+# ---- Tool definitions ----
+
+DEFAULTS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": True}
+
+
+@pytest.mark.parametrize(
+    ("annotations", "hints", "meta"),
+    [
+        pytest.param(None, {}, {}, id="none"),
+        pytest.param(ModuleAnnotations(), {}, {}, id="defaults"),
+        pytest.param(ModuleAnnotations(destructive=True), {"destructive_hint": True}, {}, id="destructive"),
+        pytest.param(ModuleAnnotations(readonly=True), {"read_only_hint": True}, {}, id="readonly"),
+        pytest.param(ModuleAnnotations(idempotent=True), {"idempotent_hint": True}, {}, id="idempotent"),
+        pytest.param(ModuleAnnotations(open_world=False), {"open_world_hint": False}, {}, id="closed-world"),
+        pytest.param(ModuleAnnotations(requires_approval=True), {}, {"requires_approval": True}, id="approval"),
+        pytest.param(ModuleAnnotations(cacheable=True), {}, {"cacheable": True}, id="cacheable"),
+        pytest.param(ModuleAnnotations(paginated=True), {}, {"paginated": True}, id="paginated"),
+    ],
+)
+async def test_a_tool_tells_what_its_module_declares(
+    annotations: ModuleAnnotations | None, hints: dict[str, bool], meta: dict[str, bool]
+) -> None:
+    module = FunctionalModule(
+        echo,
+        name="Resize",
+        description="Makes it smaller. é",
+        version="2.1.0",
+        tags=["image", "fast"],
+        annotations=annotations,
+        input_schema=Size,
+    )
+    async with connect({"image.resize": module}) as client:
+        (tool,) = (await client.list_tools()).tools
+    assert (tool.name, tool.title, tool.description) == ("image.resize", "Resize", "Makes it smaller. é")
+    assert tool.input_schema["required"] == ["width", "made"]
+    assert tool.annotations is not None
+    assert tool.annotations.model_dump(include=set(DEFAULTS)) == {**DEFAULTS, **hints}
+    flags = {"requires_approval": False, "streaming": False, "cacheable": False, "paginated": False, **meta}
+    expected = {**flags, "version": "2.1.0", "tags": ["image", "fast"]}
+    told = {key: value for key, value in (tool.meta or {}).items() if key.startswith("apcore/")}
+    assert told == {f"apcore/{key}": value for key, value in expected.items()}
+
+
+async def test_a_streaming_module_is_marked() -> None:
+    async def stream(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"a": 1}
+
+    module = FunctionalModule(echo, stream=stream, annotations=ModuleAnnotations(streaming=True))
+    async with connect({"demo.stream": module, "demo.nameless": echo}) as client:
+        nameless, streaming = (await client.list_tools()).tools
+    assert (streaming.meta or {})["apcore/streaming"] is True
+    assert (nameless.meta or {})["apcore/streaming"] is False
+    assert nameless.title is None
+
+
+@pytest.mark.parametrize("count", [1, 100])
+async def test_there_is_one_tool_for_each_module(count: int) -> None:
+    names = [f"demo.m{number:03}" for number in range(count)]
+    async with connect(dict.fromkeys(names, echo)) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == names
+
+
+class Shaky(Registry):
+    """A registry whose modules vanish, or whose files go bad, between the listing and the look at them."""
+
+    def get_definition(self, module_id: str, version_hint: str | None = None) -> Any:
+        if module_id == "demo.gone":
+            return None
+        if module_id == "demo.bad":
+            raise RuntimeError("cannot be read")
+        return super().get_definition(module_id, version_hint)
+
+
+async def test_a_module_without_a_definition_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Shaky()
+    for name in ("demo.a", "demo.bad", "demo.gone", "demo.z"):
+        registry.register(name, FunctionalModule(echo))
+    registry.register(
+        "demo.loop",
+        FunctionalModule(echo, input_schema={"type": "object", "properties": {"a": {"$ref": "#"}}}),
+    )
+    async with connect(registry) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.a", "demo.z"]
+        assert parsed(text_of(await client.call_tool("demo.z", {"a": 1}))) == {"a": 1}
+    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
+    for name in ("demo.bad", "demo.gone", "demo.loop"):
+        assert len([message for message in warned if name in message]) == 1
+
+
+# ---- Tool names ----
+
+LONG = "demo." + "a" * 70
+IDS = ["demo.a_b.c1", LONG + ".one", LONG + ".two", "plain"]
+PORTABLE = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")
+CLAUDE = {"client_info": Implementation(name="claude-ai", version="1")}
+OTHER = {"client_info": Implementation(name="someone-else", version="1")}
+
+
+def answering() -> dict[str, Any]:
+    return {module_id: gives({"i_am": module_id}) for module_id in IDS}
+
+
+@pytest.mark.parametrize(
+    ("tool_names", "client", "portable"),
+    [
+        pytest.param("auto", CLAUDE, True, id="auto-for-claude"),
+        pytest.param("auto", OTHER, False, id="auto-for-others"),
+        pytest.param("portable", OTHER, True, id="portable"),
+        pytest.param("module-id", CLAUDE, False, id="module-id"),
+        pytest.param(None, CLAUDE, True, id="default-for-claude"),
+    ],
+)
+async def test_names_are_spelled_as_the_client_can_take_them(
+    tool_names: str | None, client: dict[str, Any], portable: bool, mode: str
+) -> None:
+    options = {} if tool_names is None else {"tool_names": tool_names}
+    async with connect(answering(), mode=mode, client=client, **options) as connected:
+        names = [tool.name for tool in (await connected.list_tools()).tools]
+        told = [parsed(text_of(await connected.call_tool(name, {})))["i_am"] for name in [*names, *IDS]]
+        either = [
+            parsed(text_of(await connected.call_tool(name, {})))["i_am"] for name in ("demo-a_b-c1", "demo.a_b.c1")
+        ]
+    assert sorted(told[: len(IDS)]) == sorted(IDS)
+    assert told[len(IDS) :] == IDS
+    assert either == ["demo.a_b.c1", "demo.a_b.c1"]
+    if portable:
+        assert [name for name in names if not PORTABLE.fullmatch(name)] == []
+        assert {"demo-a_b-c1", "plain"} < set(names)
+        assert len(set(names)) == len(IDS)
+    else:
+        assert names == sorted(IDS)
+
+
+async def test_one_server_speaks_to_each_client_in_its_own_spelling_and_shortens_alike() -> None:
+    listings = []
+    for _ in range(2):
+        with serving(registry_of(answering())) as url:
+            async with (
+                Client(f"{url}/mcp", mode=HANDSHAKE, cache=None, **CLAUDE) as claude,
+                Client(f"{url}/mcp", mode=MODERN, cache=None, **OTHER) as other,
+            ):
+                dotted = [tool.name for tool in (await other.list_tools()).tools]
+                hyphened = [tool.name for tool in (await claude.list_tools()).tools]
+                answers = [await other.call_tool(name, {}) for name in hyphened]
+        assert dotted == sorted(IDS)
+        assert sorted(parsed(text_of(answer))["i_am"] for answer in answers) == dotted
+        listings.append(hyphened)
+    assert listings[0] == listings[1]

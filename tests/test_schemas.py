@@ -1,0 +1,553 @@
+"""A module's schemas as its clients see them: self-contained, meaning the same, and no bad one hurts another.
+
+Demanded by SRS FR-SCHEMA-001 to -006 and NFR-REL-002, and by the design's "Schemas" and the schema half of "Output".
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import enum
+import json
+import logging
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pytest
+from conftest import FunctionalModule, connect, echo, registry_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from pydantic import Field, create_model
+
+from apcore_mcp import to_openai_tools
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+POINT = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"]}
+TO_POINT = {"$ref": "#/$defs/Point"}
+
+
+def one(schema: Any, **rest: Any) -> dict[str, Any]:
+    """An object schema whose one property, `p`, has `schema`."""
+    return {"type": "object", "properties": {"p": schema}, **rest}
+
+
+def pointed(schema: Any) -> dict[str, Any]:
+    return one(schema, **{"$defs": {"Point": POINT}})
+
+
+def nested(levels: int, inner: Any = STRING) -> Any:
+    for _ in range(levels):
+        inner = one(inner)
+    return inner
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema with `length` references inside each other."""
+    definitions: dict[str, Any] = {f"D{i}": one({"$ref": f"#/$defs/D{i + 1}"}) for i in range(1, length)}
+    return one({"$ref": "#/$defs/D1"}, **{"$defs": {**definitions, f"D{length}": STRING}})
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema in `schema`, by the keywords that hold schemas: what stands elsewhere is data."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword in ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"):
+        for inner in schema.get(keyword, {}).values():
+            yield from subschemas(inner)
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for inner in schema.get(keyword, ()):
+            yield from subschemas(inner)
+    for keyword in "items contains additionalProperties propertyNames not if then else".split():
+        yield from subschemas(schema.get(keyword))
+    for keyword in ("unevaluatedItems", "unevaluatedProperties", "contentSchema"):
+        yield from subschemas(schema.get(keyword))
+
+
+def containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from containers(inner)
+
+
+def check(schema: dict[str, Any]) -> dict[str, Any]:
+    """Convert `schema`, prove what holds for every conversion, and return the result."""
+    before = copy.deepcopy(schema)
+    registry = registry_of({"some.module": FunctionalModule(echo, input_schema=schema)})
+
+    def convert() -> dict[str, Any]:
+        (tool,) = to_openai_tools(registry)
+        parameters: dict[str, Any] = tool["function"]["parameters"]
+        return parameters
+
+    result, untouched = convert(), convert()
+    assert result == untouched
+    assert result["type"] == "object"
+    assert not result.keys() & {"$defs", "definitions"}
+    assert not [node for node in subschemas(result) if "$ref" in node]
+    Draft202012Validator.check_schema(result)
+    parts = list(containers(result))
+    assert len({id(part) for part in parts}) == len(parts), "two places share one object"
+    for part in parts:
+        part.clear()
+    assert schema == before, "the module's own schema was changed"
+    assert convert() == untouched
+    return untouched
+
+
+SIMPLE = one(STRING)
+CONVERTED = {
+    "empty": ({}, {"type": "object", "properties": {}}),
+    "nothing-but-definitions": ({"$defs": {"A": INTEGER}}, {"type": "object", "properties": {}}),
+    "no-type": ({"properties": {"p": STRING}}, SIMPLE),
+    "object-without-properties": ({"type": "object", "properties": {}}, {"type": "object", "properties": {}}),
+    "title-and-required-kept": (
+        one(STRING, title="T", required=["p"], definitions={"A": INTEGER}),
+        one(STRING, title="T", required=["p"]),
+    ),
+    "property": (pointed(TO_POINT), one(POINT)),
+    "items": (pointed({"type": "array", "items": TO_POINT}), one({"type": "array", "items": POINT})),
+    "prefix-items": (pointed({"prefixItems": [TO_POINT, STRING]}), one({"prefixItems": [POINT, STRING]})),
+    "any-of": (pointed({"anyOf": [STRING, TO_POINT]}), one({"anyOf": [STRING, POINT]})),
+    "all-of": (pointed({"allOf": [TO_POINT, TO_POINT]}), one({"allOf": [POINT, POINT]})),
+    "one-of": (pointed({"oneOf": [TO_POINT, STRING]}), one({"oneOf": [POINT, STRING]})),
+    "not": (pointed({"not": TO_POINT}), one({"not": POINT})),
+    "if-then-else": (
+        pointed({"if": TO_POINT, "then": TO_POINT, "else": {"contains": TO_POINT}}),
+        one({"if": POINT, "then": POINT, "else": {"contains": POINT}}),
+    ),
+    "maps": (
+        pointed({"additionalProperties": TO_POINT, "patternProperties": {"^a": TO_POINT}}),
+        one({"additionalProperties": POINT, "patternProperties": {"^a": POINT}}),
+    ),
+    "nested-references": (
+        one({"$ref": "#/$defs/A"}, **{"$defs": {"A": one({"items": {"$ref": "#/$defs/B"}}), "B": INTEGER}}),
+        one(one({"items": INTEGER})),
+    ),
+    "one-definition-in-several-places": (
+        {"properties": {"a": TO_POINT, "b": TO_POINT, "c": {"items": TO_POINT}}, "$defs": {"Point": POINT}},
+        {"type": "object", "properties": {"a": POINT, "b": POINT, "c": {"items": POINT}}},
+    ),
+    "legacy-definitions": (one({"$ref": "#/definitions/A"}, definitions={"A": INTEGER}), one(INTEGER)),
+    "root-reference": ({"$ref": "#/$defs/Root", "$defs": {"Root": SIMPLE}}, SIMPLE),
+    "into-a-definition": (pointed({"$ref": "#/$defs/Point/properties/x"}), one(INTEGER)),
+    "to-a-property": (
+        {"type": "object", "properties": {"a": INTEGER, "b": {"$ref": "#/properties/a"}}},
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}},
+    ),
+    "percent-escaped": (one({"$ref": "#/$defs/My%20%5BInt%5D"}, **{"$defs": {"My [Int]": INTEGER}}), one(INTEGER)),
+    "tilde-escaped": (one({"$ref": "#/$defs/a~1b~0c"}, **{"$defs": {"a/b~c": INTEGER}}), one(INTEGER)),
+    "annotations-beside-a-reference-win": (
+        one(
+            {"$ref": "#/$defs/A", "description": "own", "default": 1},
+            **{"$defs": {"A": {**INTEGER, "description": "of A", "title": "A"}}},
+        ),
+        one({**INTEGER, "description": "own", "title": "A", "default": 1}),
+    ),
+    "reference-as-data": (
+        pointed({"enum": [TO_POINT], "const": {"$ref": "#"}, "default": {"a": TO_POINT}, "examples": [TO_POINT]}),
+        one({"enum": [TO_POINT], "const": {"$ref": "#"}, "default": {"a": TO_POINT}, "examples": [TO_POINT]}),
+    ),
+    "property-called-ref": (
+        {"properties": {"$ref": TO_POINT}, "$defs": {"Point": POINT}, "required": ["$ref"]},
+        {"type": "object", "properties": {"$ref": POINT}, "required": ["$ref"]},
+    ),
+    "properties-called-definitions": (
+        {"properties": {"$defs": TO_POINT, "definitions": one(INTEGER)}, "$defs": {"Point": POINT}},
+        {"type": "object", "properties": {"$defs": POINT, "definitions": one(INTEGER)}},
+    ),
+    "32-references-deep": (chain(32), one(nested(31))),
+    "root-union-of-objects": (
+        {"anyOf": [TO_POINT, SIMPLE], "$defs": {"Point": POINT}},
+        {"type": "object", "anyOf": [POINT, SIMPLE]},
+    ),
+    "nullable-root": ({**SIMPLE, "type": ["object", "null"]}, SIMPLE),
+    "boolean-schemas": (
+        {"properties": {"a": True, "b": {"items": False}}},
+        {"type": "object", "properties": {"a": True, "b": {"items": False}}},
+    ),
+}
+"""What a module declares, and what its clients are given."""
+
+
+@pytest.mark.parametrize(("declared", "expected"), CONVERTED.values(), ids=CONVERTED)
+def test_a_schema_comes_out_self_contained(declared: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert check(declared) == expected
+
+
+def test_the_mapping_of_a_discriminator_points_at_no_removed_definition() -> None:
+    union = {"oneOf": [TO_POINT], "discriminator": {"propertyName": "x", "mapping": {"a": "#/$defs/Point"}}}
+    result = check(pointed(union))["properties"]["p"]
+    assert result["oneOf"] == [POINT]
+    assert result["discriminator"]["propertyName"] == "x"
+    assert "#/$defs/Point" not in str(result)
+
+
+@pytest.mark.parametrize(
+    ("declared", "accepted", "refused"),
+    [
+        pytest.param({"$ref": "#/$defs/Small", "minimum": 3}, [3, 4, 5], [2, 6, "4"], id="both-bounds"),
+        pytest.param({"$ref": "#/$defs/Small", "maximum": 9}, [5], [6, 9], id="the-tighter-one-in-the-definition"),
+        pytest.param({"$ref": "#/$defs/Small", "maximum": 3}, [3], [4], id="the-tighter-one-beside-it"),
+        pytest.param({"$ref": "#/$defs/Small", "type": "number"}, [1], [1.5], id="two-types"),
+        pytest.param({"$ref": "#/$defs/Small", "allOf": [{"minimum": 3}]}, [4], [2, 6], id="an-allOf-of-its-own"),
+        pytest.param({"$ref": "#/$defs/Small", "minimum": 3, "description": "d"}, [4], [2, 6], id="with-annotations"),
+        pytest.param({"$ref": "#/$defs/Closed", "properties": {"b": {}}}, [{}, {"a": 1}], [{"b": 1}], id="closed"),
+        pytest.param({"$ref": "#/$defs/Yes"}, [1, None], [], id="true"),
+        pytest.param({"$ref": "#/$defs/No"}, [], [1, None], id="false"),
+    ],
+)
+def test_constraints_beside_a_reference_hold_as_well(
+    declared: dict[str, Any], accepted: list[Any], refused: list[Any]
+) -> None:
+    closed = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
+    definitions = {"Small": {"type": "integer", "maximum": 5}, "Closed": closed, "Yes": True, "No": False}
+    validator = Draft202012Validator(check(one(declared, **{"$defs": definitions})))
+    assert [value for value in accepted + refused if validator.is_valid({"p": value})] == accepted
+
+
+def test_every_type_and_keyword_is_kept() -> None:
+    properties: dict[str, Any] = {
+        name: {"type": name} for name in ("string", "integer", "number", "boolean", "array", "object", "null")
+    }
+    properties |= {
+        "union": {"type": ["string", "null"]},
+        "list": {"type": "array", "items": {**STRING, "minLength": 1}, "minItems": 1, "uniqueItems": True},
+        "inner": one(POINT, additionalProperties=False, minProperties=1),
+        "enum": {"enum": ["a", 1, 1.5, None, True]},
+        "const": {"const": {"a": [1]}},
+        "text": {**STRING, "pattern": "^a", "maxLength": 9, "description": "D", "title": "T", "examples": ["a"]},
+        "big": {**INTEGER, "minimum": -(2**70), "exclusiveMaximum": 10**30, "multipleOf": 2, "deprecated": True},
+        "extended": {**STRING, "x-sensitive": True, "x-unit": {"si": "m"}, "writeOnly": True, "default": None},
+        "bytes": {**STRING, "contentEncoding": "base64", "contentMediaType": "image/png"},
+    }
+    formats = ("date-time", "time", "duration", "date", "email", "uri", "uuid")
+    properties |= {f"f_{name}": {**STRING, "format": name, "default": "x"} for name in formats}
+    schema = {"type": "object", "title": "All", "description": "D", "properties": properties, "required": ["enum"]}
+    schema |= {"dependentRequired": {"union": ["list"]}, "additionalProperties": {"type": "integer"}, "$comment": "c"}
+    assert check(schema) == schema
+
+
+LOOP: dict[str, Any] = {"type": "object"}
+LOOP["properties"] = {"p": LOOP}
+BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
+CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
+DATA: Any = []
+for _ in range(5_000):
+    DATA = [DATA]
+REFUSED = {
+    "circular": (one({"$ref": "#/$defs/A"}, **CYCLE), "A -> B -> A"),
+    "refers-to-itself": (one({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}), "A -> A"),
+    "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
+    "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
+    "missing-definition": (one({"$ref": "#/$defs/Missing"}), "Missing"),
+    "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
+    "33-references-deep": (chain(33), "32"),
+    "5000-levels-of-properties": (nested(5_000), ""),
+    "5000-levels-of-data": (one({"default": DATA}), ""),
+    "python-object-in-itself": (LOOP, ""),
+    "root-array": ({"type": "array", "items": STRING}, "array"),
+    "root-string": (STRING, "string"),
+    "root-null-or-string": ({"type": ["null", "string"]}, ""),
+    "root-union-without-an-object": ({"anyOf": [STRING, {"type": "array"}]}, ""),
+    "root-refers-to-a-string": ({"$ref": "#/$defs/A", "$defs": {"A": STRING}}, "string"),
+    "nan": (one({"type": "number", "default": math.nan}), ""),
+    "infinity": (one({"enum": [-math.inf]}), ""),
+    "python-object": (one({"default": object()}), ""),
+    "lone-surrogate": (one({"description": "\ud800"}), ""),
+    "unknown-type": (one({"type": "strng"}), ""),
+    "required-is-a-string": (one(STRING, required="p"), ""),
+    "properties-are-a-list": ({"type": "object", "properties": ["p"]}, ""),
+    "property-without-a-schema": (one(None), ""),
+    "reference-to-a-number": (one({"$ref": 5}), ""),
+}
+"""Schemas that no client could use, and a word that the reason has to say."""
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        *(pytest.param(*case, id=name) for name, case in REFUSED.items()),
+        # Written out these are a thousand million schemas: whoever tries will not come back.
+        pytest.param(one({"$ref": "#/$defs/L0"}, **{"$defs": {**BOMB, "L30": STRING}}), "", id="bomb",
+                     marks=pytest.mark.timeout(10)),
+    ],
+)  # fmt: skip
+def test_a_refused_module_is_left_out_with_one_warning_that_names_it(
+    schema: dict[str, Any], word: str, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = FunctionalModule(echo, input_schema=schema)
+    registry = registry_of({"good.one": echo, "bad.module": bad, "good.two": echo})
+    with caplog.at_level(logging.WARNING, logger="apcore_mcp"):
+        tools = to_openai_tools(registry, strict=strict)
+    assert [tool["function"]["name"] for tool in tools] == ["good-one", "good-two"]
+    (warning,) = (record for record in caplog.records if record.name.split(".")[0] == "apcore_mcp")
+    assert warning.levelname == "WARNING"
+    assert "bad.module" in warning.getMessage()
+    assert word in warning.getMessage()
+
+
+@pytest.mark.parametrize("default", [datetime.datetime(2026, 1, 2), (1, 2), {3}, b"abc"], ids=str)
+def test_a_default_that_is_not_json_never_breaks_the_other_tools(default: Any) -> None:
+    module = FunctionalModule(echo, input_schema=one({"default": default}))
+    tools = to_openai_tools(registry_of({"odd.module": module, "good.one": echo}))
+    assert tools[0]["function"]["name"] == "good-one"
+    json.dumps(tools, allow_nan=False)
+
+
+def test_a_property_called_like_a_keyword_is_a_property() -> None:
+    names = "type properties required items anyOf allOf enum $defs definitions discriminator format default not".split()
+    schema = {"type": "object", "properties": {name: one(INTEGER) for name in names}, "required": names}
+    assert check(one(schema)) == one(schema)
+
+
+# ---- What is served ----
+
+
+async def test_the_served_list_shows_the_same_schemas_as_the_openai_list(mode: str) -> None:
+    """FR-SCHEMA-004: `parameters` is identical to MCP's `inputSchema`."""
+    modules = {
+        f"case.c{index}": FunctionalModule(echo, input_schema=copy.deepcopy(declared))
+        for index, (declared, _) in enumerate(CONVERTED.values())
+    }
+    registry = registry_of(modules)
+    expected = {tool["function"]["name"]: tool["function"]["parameters"] for tool in to_openai_tools(registry)}
+    async with connect(registry, mode=mode) as client:
+        tools = (await client.list_tools()).tools
+    assert {tool.name.replace(".", "-"): tool.input_schema for tool in tools} == expected
+    assert len(tools) == len(CONVERTED)
+
+
+async def test_one_circular_module_of_five_leaves_four_tools(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """NFR-REL-002."""
+    circular = FunctionalModule(echo, input_schema=REFUSED["circular"][0])
+    modules = {"m.a": echo, "m.b": echo, "m.circular": circular, "m.c": echo, "m.d": echo}
+    with caplog.at_level(logging.WARNING, logger="apcore_mcp"):
+        async with connect(modules, mode=mode) as client:
+            for _ in range(2):
+                assert [tool.name for tool in (await client.list_tools()).tools] == ["m.a", "m.b", "m.c", "m.d"]
+            assert (await client.call_tool("m.d", {"x": 1})).structured_content == {"x": 1}
+            assert (await client.call_tool("m.circular", {})).is_error
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.name.split(".")[0] == "apcore_mcp"
+    assert "m.circular" in warning.getMessage()
+    assert "A -> B -> A" in warning.getMessage()
+
+
+@pytest.mark.parametrize("side", ["input_schema", "output_schema"])
+async def test_no_depth_of_nesting_keeps_the_client_from_reading_the_list(mode: str, side: str) -> None:
+    """Whatever limit there is, a schema at the edge of it must not take the list down at the client's end."""
+    modules: dict[str, Any] = {
+        f"deep.m{levels}": FunctionalModule(echo, **{side: nested(levels)}) for levels in (30, *range(85, 105), 300)
+    }
+    async with connect({**modules, "plain.module": echo}, mode=mode) as client:
+        listed = {tool.name for tool in (await client.list_tools()).tools}
+    assert {"plain.module", "deep.m30"} <= listed
+    assert "deep.m300" not in listed
+
+
+REDACTED = "***REDACTED***"
+SECRET = {"type": "integer", "x-sensitive": True, "description": "D"}
+FORMATS = {name: {**STRING, "format": name} for name in ("date-time", "time", "duration", "date", "email")}
+ODD = {"type": "object", "properties": {"format": {"const": "time"}}, "default": {"format": "time"}}
+OUTPUTS = {
+    "empty": ({}, None),
+    "array": ({"type": "array", "items": STRING}, None),
+    "string": (STRING, None),
+    "union_without_object": ({"anyOf": [STRING, {"type": "null"}]}, None),
+    "object": (one(STRING, title="T", required=["p"]), one(STRING, title="T", required=["p"])),
+    "no_type": ({"properties": {"p": STRING}}, SIMPLE),
+    "references": (pointed({"items": TO_POINT}), one({"items": POINT})),
+    "formats": (
+        {"type": "object", "properties": FORMATS},
+        {"type": "object", "properties": {**dict.fromkeys(("date-time", "time", "duration"), STRING),
+                                          "date": FORMATS["date"], "email": FORMATS["email"]}},
+    ),
+    "property_called_format": (one(ODD), one(ODD)),
+}  # fmt: skip
+
+
+async def test_an_output_schema_is_advertised_when_it_promises_an_object(mode: str) -> None:
+    modules = {
+        f"out.{name}": FunctionalModule(echo, input_schema=one(FORMATS["time"]), output_schema=copy.deepcopy(declared))
+        for name, (declared, _) in OUTPUTS.items()
+    }
+    async with connect(modules, mode=mode) as client:
+        tools = (await client.list_tools()).tools
+    assert {tool.name: tool.output_schema for tool in tools} == {
+        f"out.{name}": expected for name, (_, expected) in OUTPUTS.items()
+    }
+    assert all(tool.input_schema == one(FORMATS["time"]) for tool in tools), "inputs keep their formats"
+
+
+def test_a_module_with_a_circular_output_schema_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """FR-SCHEMA-005: the error conditions are those of inputs."""
+    module = FunctionalModule(echo, output_schema=REFUSED["circular"][0])
+    assert [t["function"]["name"] for t in to_openai_tools(registry_of({"bad.out": module, "good.one": echo}))] == [
+        "good-one"
+    ]
+    (record,) = caplog.records
+    assert "bad.out" in record.getMessage()
+    assert "A -> B -> A" in record.getMessage()
+
+
+@pytest.mark.parametrize("redact_output", [True, False], ids=["redacting", "not-redacting"])
+async def test_a_sensitive_output_field_admits_what_stands_in_for_its_value(redact_output: bool) -> None:
+    declared = {
+        "type": "object",
+        "properties": {"pin": SECRET, "open": INTEGER, "inner": {"$ref": "#/$defs/Login"},
+                       "all": {"type": "array", "items": {"$ref": "#/$defs/Login"}}},
+        "$defs": {"Login": {"type": "object", "properties": {"key": SECRET}, "required": ["key"]}},
+        "required": ["pin"],
+    }  # fmt: skip
+    clear = {"pin": 1, "open": 2, "inner": {"key": 3}, "all": [{"key": 4}]}
+    hidden = {"pin": REDACTED, "open": 2, "inner": {"key": REDACTED}, "all": [{"key": REDACTED}]}
+    module = FunctionalModule(lambda inputs, context: clear, output_schema=declared)
+    async with connect({"m.login": module}, redact_output=redact_output) as client:
+        advertised = (await client.list_tools()).tools[0].output_schema
+        result = await client.call_tool("m.login", {})  # the SDK's client validates the result as well
+    assert result.structured_content == (hidden if redact_output else clear)
+    assert advertised is not None
+    Draft202012Validator.check_schema(advertised)
+    accepts = Draft202012Validator(advertised).is_valid
+    assert accepts(clear)
+    for field in ({"pin": REDACTED}, {"inner": {"key": REDACTED}}, {"all": [{"key": REDACTED}]}):
+        assert accepts({**clear, **field}) is redact_output
+    for field in ({"pin": "1"}, {"open": REDACTED}, {"inner": REDACTED}, {"inner": {"key": "***"}}, {"inner": {}}):
+        assert not accepts({**clear, **field})
+    assert advertised["properties"]["pin"]["description"] == "D"
+
+
+# ---- Real models ----
+
+# The same examples in every run, and no search for a smaller one: that can take minutes.
+QUICK = settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Value(NamedTuple):
+    """One value in three forms: as a caller writes it, as strict mode makes a model write it, and as it comes back."""
+
+    plain: Any
+    sent: Any
+    back: Any
+
+
+ABSENT = object()
+
+Shape = tuple[Any, st.SearchStrategy[Value], bool]
+"""A type annotation, the values that it accepts, and whether null is one."""
+
+LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
+    (str, st.text("ab1", max_size=3)),
+    (int, st.integers(-9, 9)),
+    (bool, st.booleans()),
+    (float, st.floats(-9, 9, width=16)),
+    (Literal["a", "b"], st.sampled_from("ab")),
+    (Colour, st.sampled_from(["red", "blue"])),
+    (Annotated[int, Field(ge=0, le=5)], st.integers(0, 5)),
+    (int | str, st.integers(0, 5) | st.text("ab", max_size=2)),
+]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, depth: int, maps: bool) -> Shape:
+    """A type of up to `depth` levels. With `maps`, also what strict mode cannot say: dicts and tuples."""
+    deep = ["list", "model", "union", "tagged", *(["dict", "tuple"] if maps else [])]
+    kind = draw(st.sampled_from([*(deep if depth else []), "leaf", "null"]))
+    if kind == "leaf":
+        annotation, plain = draw(st.sampled_from(LEAVES))
+        return annotation, plain.map(lambda x: Value(x, x, x)), False
+    if kind == "model":
+        return draw(models(depth - 1, maps))
+    if kind in ("union", "tagged"):
+        ends = ("x", "y") if kind == "union" else ("", "")
+        tags = (None, None) if kind == "union" else ("x", "y")
+        sides = [draw(models(depth - 1, maps, end, tag)) for end, tag in zip(ends, tags, strict=True)]
+        either: Any = sides[0][0] | sides[1][0]
+        if kind == "tagged":
+            either = Annotated[either, Field(discriminator="kind")]
+        return either, sides[0][1] | sides[1][1], False
+    inner, values, _ = draw(shapes(depth - 1, maps) if depth else shapes(0, maps).filter(lambda s: not s[2]))
+    if kind == "null":
+        return inner | None, st.just(Value(None, None, None)) | values, True
+    if kind == "dict":
+        return dict[str, inner], st.dictionaries(st.sampled_from("ab$"), values, max_size=2).map(whole), False
+    if kind == "tuple":
+        return tuple[inner, int], st.tuples(values, st.just(Value(1, 1, 1))).map(whole), False
+    return list[inner], st.lists(values, max_size=2).map(whole), False
+
+
+def whole(parts: Any) -> Value:
+    """A list, tuple or dict of values as one value."""
+    if isinstance(parts, dict):
+        forms = ({k: v[form] for k, v in parts.items() if v[form] is not ABSENT} for form in range(3))
+        return Value(*forms)
+    return Value(*([value[form] for value in parts] for form in range(3)))
+
+
+@st.composite
+def models(draw: st.DrawFn, depth: int = 2, maps: bool = False, end: str = "", tag: str | None = None) -> Shape:
+    """A pydantic model of fields whose names end in `end`; `tag` is what its field `kind` always says."""
+    fields: dict[str, Any] = {}
+    values: dict[str, st.SearchStrategy[Value]] = {}
+    if tag is not None:
+        fields["kind"], values["kind"] = (Literal[tag], ...), st.just(Value(tag, tag, tag))
+    for name in draw(st.lists(st.sampled_from(["a", "b", "default", "title"]), min_size=1, max_size=3, unique=True)):
+        annotation, present, nullable = draw(shapes(depth, maps))
+        required = draw(st.booleans())
+        fields[name + end] = (annotation, Field(... if required else None, description="its own"))
+        absent = st.just(Value(ABSENT, None, None if nullable else ABSENT))
+        values[name + end] = present if required else present | absent
+    model = create_model(f"M{draw(st.integers(0, 10**6))}", **fields)
+    return model, st.fixed_dictionaries(values).map(whole), False
+
+
+JUNK = st.sampled_from([None, True, -1, 2.5, "zz", "red", [], [None], {}, {"kind": "x"}, {"a": 1}])
+
+
+def mutations(value: Any) -> st.SearchStrategy[Any]:
+    """`value` with something in it replaced, left out or added."""
+    options = [JUNK]
+    if isinstance(value, dict):
+        names = st.sampled_from(["a", "ax", "kind", "z"])
+        options.append(st.builds(lambda name, junk: {**value, name: junk}, names, JUNK))
+        for key in value:
+            options.append(st.just({k: v for k, v in value.items() if k != key}))
+            options.append(mutations(value[key]).map(lambda new, key=key: {**value, key: new}))
+    if isinstance(value, list):
+        options.append(JUNK.map(lambda junk: [*value, junk]))
+        for index, item in enumerate(value):
+            options.append(mutations(item).map(lambda new, i=index: [*value[:i], new, *value[i + 1 :]]))
+    return st.one_of(options)
+
+
+@QUICK
+@given(st.data())
+def test_the_schema_of_a_real_model_accepts_the_same_values_as_before(data: st.DataObject) -> None:
+    model, values, _ = data.draw(models(maps=True))
+    declared = model.model_json_schema()
+    before, after = Draft202012Validator(declared), Draft202012Validator(check(declared))
+    registry = registry_of({"a.model": FunctionalModule(echo, input_schema=model)})
+    assert to_openai_tools(registry)[0]["function"]["parameters"] == after.schema
+    for _ in range(4):
+        value = data.draw(values).plain
+        assert before.is_valid(value)
+        assert after.is_valid(value)
+        changed = data.draw(mutations(value))
+        if isinstance(changed, dict):  # "type": "object" is added to a root that is only a union
+            assert before.is_valid(changed) == after.is_valid(changed), changed

@@ -1,0 +1,476 @@
+"""One client over stdin and stdout (FR-TRANSPORT-001, -002, -005, FR-SERVER-001, -005, NFR-REL-001; design §3 stdio,
+Shutdown, Cancellation; §4). Real processes over real pipes, sockets, files and terminals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HANDSHAKE, MODERN, ROOT, RawClient, command, stdio_parameters
+from mcp.client import Client
+from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOCOL_VERSION_META_KEY
+
+VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+"""Every version with a handshake, oldest first."""
+
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+BENCH = """
+import asyncio, ctypes, os, subprocess, sys, time
+from pathlib import Path
+from apcore import Registry
+from apcore_mcp import MCPServer, serve
+
+class Module:
+    input_schema = output_schema = {"type": "object"}
+    description = "A module of a test"
+    def __init__(self, execute):
+        self.execute = execute
+
+def tell(what):
+    print(what, file=sys.stderr, flush=True)
+
+def echo(inputs, context):
+    return inputs
+
+async def slow(inputs, context):
+    await asyncio.sleep(0.2)
+    return inputs
+
+def noisy(inputs, context):
+    print("noise-print")
+    sys.stdout.flush()
+    sys.__stdout__.write("noise-dunder\\n")
+    os.write(1, b"noise-os\\n")
+    subprocess.run(["echo", "noise-child"], check=True)
+    ctypes.CDLL(None).puts(b"noise-puts")
+    ctypes.CDLL(None).printf(b"noise-printf\\n")
+    child = subprocess.run(["cat"], capture_output=True)
+    return {"stdin": os.read(0, 100).decode(), "child_stdin": child.stdout.decode()}
+
+async def gate(inputs, context):
+    tell("running")
+    try:
+        while not Path(inputs["gate"]).exists():
+            await asyncio.sleep(0.01)
+    except asyncio.CancelledError:
+        tell("coroutine cancelled")
+        raise
+    return {"done": True}
+
+def poll(inputs, context):
+    tell("running")
+    while not context.cancel_token.is_cancelled:
+        time.sleep(0.01)
+    tell("token set")
+    return {}
+
+def stuck(inputs, context):
+    tell("running")
+    time.sleep(60)
+
+async def deaf(inputs, context):
+    tell("running")
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+registry = Registry()
+for function in (echo, slow, noisy, gate, poll, stuck, deaf):
+    registry.register("t." + function.__name__, Module(function))
+print("noise-before")
+ctypes.CDLL(None).puts(b"noise-before-puts")
+if "--background" in sys.argv:
+    server = MCPServer(registry)
+    server.start()
+    server.wait()
+else:
+    serve(registry, transport="STDIO", host="", port=0, on_shutdown=lambda: tell("stopping"))
+if "--and-print" in sys.argv:
+    print("returned")
+    subprocess.run(["echo", "from a child"])
+    print("x" * 300_000)
+"""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that runs a script with all the modules of these tests and `serve()`."""
+    path = tmp_path_factory.mktemp("bench") / "bench.py"
+    path.write_text(BENCH)
+    return [sys.executable, str(path)]
+
+
+@pytest.fixture(autouse=True)
+def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script prints before `serve()` can be kept off the wire only while it is still in a buffer."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
+def request(request_id: int | str, method: str, **params: Any) -> dict[str, Any]:
+    """A request of 2026-07-28, which needs no handshake."""
+    meta = {
+        PROTOCOL_VERSION_META_KEY: MODERN,
+        CLIENT_INFO_META_KEY: {"name": "raw", "version": "1"},
+        CLIENT_CAPABILITIES_META_KEY: {},
+    }
+    return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": {**params, "_meta": meta}}
+
+
+def call(request_id: int | str, tool: str, **arguments: Any) -> dict[str, Any]:
+    return request(request_id, "tools/call", name=tool, arguments=arguments)
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def messages(stdout: bytes) -> list[dict[str, Any]]:
+    """What went to stdout, every line of which must be a JSON-RPC message."""
+    decoded = [json.loads(text) for text in stdout.splitlines()]
+    assert all(message["jsonrpc"] == "2.0" for message in decoded)
+    return decoded
+
+
+def converse(arguments: list[str], sent: bytes) -> tuple[list[dict[str, Any]], str]:
+    """Send everything, close stdin, and return the messages and stderr of a server that ended well."""
+    completed = subprocess.run(arguments, input=sent, capture_output=True, cwd=ROOT, timeout=40)
+    stderr = completed.stderr.decode()
+    assert completed.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    return messages(completed.stdout), stderr
+
+
+def structured(answers: list[dict[str, Any]]) -> dict[Any, Any]:
+    """The structured results by request id."""
+    return {answer["id"]: answer["result"]["structuredContent"] for answer in answers}
+
+
+def wait_for_stderr(client: RawClient, words: str) -> None:
+    assert client.process.stderr is not None
+    seen = []
+    while text := client.process.stderr.readline().decode():
+        seen.append(text)
+        if words in text:
+            return
+    raise AssertionError(f"the server ended without saying {words!r}: {''.join(seen)}")
+
+
+def run(client: RawClient, tool: str, **arguments: Any) -> None:
+    """Make a call (of id 1) and wait until it is being executed."""
+    client.send_line(line(call(1, tool, **arguments)).strip())
+    wait_for_stderr(client, "running")
+
+
+def hang_up(client: RawClient) -> None:
+    assert client.process.stdin is not None
+    client.process.stdin.close()
+    client.process.stdin = None
+
+
+def ended_well(client: RawClient, seconds: float = 15) -> None:
+    """The server ends in time by itself: exit status 0 and no traceback. Its stdin is left as it is."""
+    assert client.process.wait(timeout=seconds) == 0
+    assert client.process.stderr is not None
+    stderr = client.process.stderr.read().decode()
+    assert "Traceback" not in stderr, stderr
+    assert "Exception" not in stderr, stderr
+
+
+def test_every_handshake_is_answered_in_its_own_version_and_an_unknown_one_in_the_latest(bench: list[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = {version: stack.enter_context(RawClient(bench)) for version in (*VERSIONS, "1999-12-31")}
+        for version, client in clients.items():
+            result = client.initialize(version=version)["result"]
+            assert result["protocolVersion"] == (version if version in VERSIONS else VERSIONS[-1])
+            assert result["capabilities"]["tools"] == {"listChanged": True}
+            assert result["serverInfo"]["name"] == "apcore-mcp"
+            echoed = client.request("tools/call", {"name": "t.echo", "arguments": {"version": version}})["result"]
+            assert json.loads(echoed["content"][0]["text"]) == {"version": version}
+        for client in clients.values():
+            status, _ = client.end()
+            assert status == 0
+
+
+def test_a_client_of_2026_needs_no_handshake_and_may_ask_what_the_server_can(bench: list[str]) -> None:
+    sent = [request("what", "server/discover"), request(2, "tools/list"), call("three", "t.echo", n=3)]
+    answers = {answer["id"]: answer["result"] for answer in converse(bench, b"".join(map(line, sent)))[0]}
+    assert MODERN in answers["what"]["supportedVersions"]
+    assert answers["what"]["capabilities"]["tools"] == {"listChanged": True}
+    assert {tool["name"] for tool in answers[2]["tools"]} >= {"t.echo", "t.noisy"}
+    assert answers["three"]["structuredContent"] == {"n": 3}
+
+
+async def test_the_sdk_client_lists_and_calls_the_tools_of_the_command_line(mode: str) -> None:
+    async with Client(stdio_parameters(), mode=mode, cache=None, read_timeout_seconds=30) as client:
+        names = {tool.name for tool in (await client.list_tools()).tools}
+        result = await client.call_tool("units.convert", {"value": 1, "source": "km", "target": "m"})
+    assert {"units.convert", "text.slugify"} <= names
+    assert result.structured_content == {"value": 1000.0, "unit": "m", "kind": "length"}
+
+
+def test_nothing_a_module_prints_reaches_the_client_nor_what_the_client_sends_a_module(bench: list[str]) -> None:
+    """Python's and C's buffers, the descriptor itself and child processes; also before `serve()`."""
+    answers, stderr = converse(bench, line(call(1, "t.noisy")) + line(call(2, "t.echo", n=2)))
+    assert structured(answers) == {1: {"stdin": "", "child_stdin": ""}, 2: {"n": 2}}
+    noises = "before before-puts print dunder os child puts printf".split()
+    assert [noise for noise in noises if f"noise-{noise}\n" not in stderr] == []
+
+
+def test_nothing_a_module_prints_while_it_is_discovered_reaches_the_client(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import ctypes, os, subprocess\nfrom pydantic import BaseModel\n"
+        "print('noise-print')\nos.write(1, b'noise-os\\n')\nsubprocess.run(['echo', 'noise-child'])\n"
+        "ctypes.CDLL(None).puts(b'noise-puts')\n"
+        "class Empty(BaseModel):\n    pass\n"
+        "class Loud:\n    input_schema = output_schema = Empty\n    description = 'Loud'\n"
+        "    def execute(self, inputs, context):\n        return {}\n"
+    )
+    arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(tmp_path)]
+    answers, stderr = converse(arguments, line(request(1, "tools/list")))
+    assert [tool["name"] for tool in answers[0]["result"]["tools"]] == ["loud"]
+    assert [noise for noise in "print os child puts".split() if f"noise-{noise}\n" not in stderr] == []
+
+
+def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_goes_on(bench: list[str]) -> None:
+    """Design §4: the SDK alone would drop such lines, and their senders wait for ever."""
+    lone_surrogate = line(call("lone", "t.echo", text="PLACE")).replace(b"PLACE", b"\\ud800").strip()
+    either = {-32700, -32600}
+    garbage: list[tuple[bytes, str | int | None, set[int]]] = [
+        (b"not JSON", None, {-32700}),
+        (b'{"jsonrpc": "2.0", "id": 1, ', None, {-32700}),
+        (b'{"text": "\xff\xfe"}', None, {-32700}),
+        (b"[" * 100_000, None, {-32700}),
+        (b"[" + line(call("b", "t.echo")).strip() + b"]", None, {-32600}),
+        (b"[]", None, {-32600}),
+        (b"42", None, {-32600}),
+        (b"null", None, {-32600}),
+        (b'{"id": "no-method"}', "no-method", {-32600}),
+        (b'{"jsonrpc": "2.0", "id": 77, "method": 5}', 77, {-32600}),
+        (lone_surrogate, "lone", either),
+        (b'{"jsonrpc": "2.0", "padding": "' + b"x" * (MAX_LINE_BYTES + 1000) + b'"}', None, either),
+        (b"y" * 3 * MAX_LINE_BYTES, None, either),
+    ]
+    blank = [b"", b"   ", b"\r"]
+    sent = b"".join(text + b"\n" + line(call(n, "t.echo", n=n)) for n, (text, _, _) in enumerate(garbage))
+    sent += b"".join(text + b"\n" for text in blank)
+    sent += line(call("crlf", "t.echo")).replace(b"\n", b"\r\n")
+    sent += line(call("long", "t.echo", text="z" * (MAX_LINE_BYTES - 1000)))
+    sent += line(call("no newline at the end", "t.echo")).strip()
+    answers, _ = converse(bench, sent)
+    errors = [answer for answer in answers if "error" in answer]
+    assert [answer["id"] for answer in errors] == [request_id for _, request_id, _ in garbage]
+    for answer, (_, _, codes) in zip(errors, garbage, strict=True):
+        assert answer["error"]["code"] in codes
+        assert answer["error"]["message"]
+    good = {answer["id"] for answer in answers if "result" in answer}
+    assert good == {*range(len(garbage)), "crlf", "long", "no newline at the end"}
+
+
+def test_a_thousand_calls_and_the_end_of_input_are_a_thousand_answers(bench: list[str]) -> None:
+    """They are still running when the input ends (design §3, Cancellation)."""
+    with RawClient(bench) as client:
+        client.initialize()
+        calls = [call(n, "t.slow", n=n) for n in range(100, 1100)]
+        for message in calls:
+            del message["params"]["_meta"]
+        stdout, stderr = client.process.communicate(b"".join(map(line, calls)), timeout=40)
+        assert structured(messages(stdout)) == {n: {"n": n} for n in range(100, 1100)}
+        assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+def test_two_thousand_calls_can_be_written_before_the_first_answer_is_read(bench: list[str]) -> None:
+    """Nobody reads while they are written, so a server that waited for its answers to be read would block both."""
+    with RawClient(bench) as client:
+        assert client.process.stdin is not None
+        sent = b"".join(line(call(n, "t.echo", n=n, text="x" * 100)) for n in range(2000))
+        writer = threading.Thread(target=client.process.stdin.write, args=(sent,), daemon=True)
+        writer.start()
+        writer.join(timeout=30)
+        assert not writer.is_alive(), "server and client wait for each other"
+        stdout, _ = client.process.communicate(timeout=30)
+        assert {answer["id"] for answer in messages(stdout)} == set(range(2000))
+        assert client.process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_once_what_runs_is_answered(
+    bench: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """The client keeps its end of stdin open; what it asks from then on is refused."""
+    gate = tmp_path / "gate"
+    with RawClient(bench) as client:
+        run(client, "t.gate", gate=str(gate))
+        client.process.send_signal(number)
+        wait_for_stderr(client, "stopping")
+        client.send_line(line(call(2, "t.echo")).strip())
+        refused = client.receive()
+        gate.touch()
+        answered = client.receive()
+        assert (refused["id"], "error" in refused) == (2, True)
+        assert structured([answered]) == {1: {"done": True}}
+        ended_well(client)
+
+
+def test_a_module_that_does_not_end_holds_up_the_exit_for_the_grace_period_at_most(bench: list[str]) -> None:
+    """A sync one that sleeps for a minute, an async one that ignores its cancellation; 5 seconds of grace."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(bench)) for _ in range(3)]
+        for client, tool in zip(clients, ("t.stuck", "t.deaf", "t.stuck"), strict=True):
+            run(client, tool)
+        for client in clients[:2]:
+            client.process.send_signal(signal.SIGTERM)
+        hang_up(clients[2])
+        for client in clients:
+            ended_well(client)
+
+
+def test_a_cancelled_call_ends_its_coroutine_or_sets_its_token(bench: list[str], tmp_path: Path, mode: str) -> None:
+    never = str(tmp_path / "never")
+    with RawClient(bench) as client:
+        if mode == HANDSHAKE:
+            client.initialize()
+        for tool, outcome in (("t.gate", "coroutine cancelled"), ("t.poll", "token set")):
+            message = call(f"run {tool}", tool, gate=never)
+            if mode == HANDSHAKE:
+                del message["params"]["_meta"]
+            client.send_line(line(message).strip())
+            wait_for_stderr(client, "running")
+            client.send(
+                "notifications/cancelled", {"requestId": message["id"], "reason": "changed my mind"}, notify=True
+            )
+            wait_for_stderr(client, outcome)
+        last = call("last", "t.echo", n=3)
+        if mode == HANDSHAKE:
+            del last["params"]["_meta"]
+        stdout, stderr = client.process.communicate(line(last), timeout=30)
+        answers = {answer["id"]: answer for answer in messages(stdout)}
+        assert answers["last"]["result"]["structuredContent"] == {"n": 3}
+        assert all("result" not in answers.get(f"run {tool}", {}) for tool in ("t.gate", "t.poll"))
+        assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+def test_a_client_that_vanishes_ends_the_server(bench: list[str], tmp_path: Path) -> None:
+    """Both pipes at once, with or without a call running, or only the end that reads."""
+    gate = tmp_path / "gate"
+    with contextlib.ExitStack() as stack:
+        idle, deaf, busy = (stack.enter_context(RawClient(bench)) for _ in range(3))
+        run(busy, "t.gate", gate=str(gate))
+        for client in (idle, deaf):
+            client.send_line(line(call(1, "t.echo")).strip())
+            assert client.receive()["id"] == 1
+        for client in (idle, deaf, busy):
+            assert client.process.stdout is not None
+            client.process.stdout.close()
+            client.process.stdout = None
+        deaf.send_line(line(call(2, "t.echo")).strip())
+        for client in (idle, busy):
+            hang_up(client)
+        gate.touch()
+        for client in (idle, deaf, busy):
+            ended_well(client)
+
+
+@pytest.mark.parametrize(
+    "pairs", [2, 1], ids=["a socket each, as from Node.js", "one for both, as from socat and inetd"]
+)
+def test_sockets_serve_as_well_as_pipes(bench: list[str], pairs: int) -> None:
+    with contextlib.ExitStack() as stack:
+        ends = [[stack.enter_context(end) for end in socket.socketpair()] for _ in range(pairs)]
+        (ours, _), (ours_too, _) = ends[0], ends[-1]
+        with subprocess.Popen(bench, stdin=ends[0][1], stdout=ends[-1][1], stderr=subprocess.PIPE, cwd=ROOT) as process:
+            stack.callback(process.kill)
+            for _, theirs in ends:
+                theirs.close()
+            ours.sendall(line(call(0, "t.echo", n=0)))
+            ours_too.settimeout(15)
+            received = stack.enter_context(ours_too.makefile("rb"))
+            answers = messages(received.readline())
+            ours.sendall(line(call(1, "t.slow", n=1)))
+            ours.shutdown(socket.SHUT_WR)
+            answers += messages(received.read())
+            _, stderr = process.communicate(timeout=15)
+    assert structured(answers) == {n: {"n": n} for n in range(2)}
+    assert (process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
+    """`python -m apcore_mcp … <requests >answers`, with a line that is too long in between."""
+    source, target = tmp_path / "requests", tmp_path / "answers"
+    too_long = b"y" * (2 * MAX_LINE_BYTES + 10) + b"\n"
+    source.write_bytes(line(call(0, "t.slow", n=0)) + too_long + b"\n" + line(call(1, "t.noisy")))
+    with source.open("rb") as stdin, target.open("wb") as stdout:
+        completed = subprocess.run(bench, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
+    answers = messages(target.read_bytes())
+    assert (completed.returncode, b"Traceback" in completed.stderr) == (0, False)
+    assert [answer["id"] for answer in answers if "error" in answer] == [None]
+    assert {answer["id"] for answer in answers if "result" in answer} == {0, 1}
+
+
+def test_no_input_at_all_ends_the_server_at_once() -> None:
+    completed = subprocess.run(command(), stdin=subprocess.DEVNULL, capture_output=True, cwd=ROOT, timeout=15)
+    assert (completed.returncode, completed.stdout) == (0, b"")
+    assert b"Traceback" not in completed.stderr
+
+
+def test_a_terminal_is_served_and_an_interrupt_ends_it() -> None:
+    """The thread that waits for the terminal must not hold up the exit (design §3, stdio)."""
+    tty = pytest.importorskip("tty")
+    ours, theirs = os.openpty()
+    try:
+        tty.setraw(theirs)
+        with subprocess.Popen(command(), stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT) as process:
+            os.write(ours, line(call(1, "text.slugify", text="An  Example")))
+            received = b""
+            while b"\n" not in received:
+                received += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=15)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert structured(messages(received)) == {1: {"slug": "an-example"}}
+    assert (process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"], ids=["stdin", "stdout", "both"])
+def test_without_standard_streams_the_command_line_fails_with_one_line(closed: str) -> None:
+    """FR-SERVER-001: RuntimeError; FR-CLI-008: exit status 2."""
+    completed = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command()], stderr=subprocess.PIPE, cwd=ROOT, timeout=10
+    )
+    lines = completed.stderr.decode().splitlines()
+    assert completed.returncode == 2
+    assert [text for text in lines if not text.startswith("INFO")] == lines[-1:]
+    assert lines[-1].startswith("Error: ")
+    assert "stdin" in lines[-1]
+
+
+def test_without_standard_streams_serve_raises_a_runtime_error(bench: list[str]) -> None:
+    completed = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&-', "sh", *bench], stderr=subprocess.PIPE, cwd=ROOT, timeout=10
+    )
+    assert "RuntimeError: stdin" in completed.stderr.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("background", [[], ["--background"]], ids=["serve", "MCPServer"])
+def test_when_the_server_has_ended_stdout_is_the_programs_own_again(bench: list[str], background: list[str]) -> None:
+    """More than a pipe holds, so that descriptors left in non-blocking mode would show."""
+    arguments = [*bench, "--and-print", *background]
+    completed = subprocess.run(arguments, input=line(call(1, "t.echo")), capture_output=True, cwd=ROOT, timeout=30)
+    assert completed.returncode == 0, completed.stderr.decode()
+    answer, *printed = completed.stdout.decode().splitlines()
+    assert json.loads(answer)["id"] == 1
+    assert sorted(printed) == sorted(["returned", "from a child", "x" * 300_000])
