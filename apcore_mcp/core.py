@@ -1081,7 +1081,7 @@ class _ExecutionRouter:
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 _SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
-_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on any transport; the SDK's default for HTTP
+_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client on stdio, as the SDK allows over HTTP
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
 
 
@@ -1158,7 +1158,7 @@ class _Bridge:
         except TimeoutError:
             self._router.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.activity.idle.wait(), 1)
+                await asyncio.wait_for(self.activity.idle.wait(), 3)
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1276,17 +1276,17 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
-    options, limit = bridge.options, _MESSAGE_MAX_BYTES
+    options = bridge.options
     guard = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts())
     if options.transport == "sse":
-        transport = SseServerTransport("/messages/", max_request_body_size=limit)
+        transport = SseServerTransport("/messages/")
         messages = Mount("/messages/", transport.handle_post_message)
         try:
             yield Starlette(routes=[Route("/sse", _SSEEndpoint(bridge, transport)), messages], middleware=[guard])
         finally:
             bridge.cancel_tasks()
         return
-    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, max_request_body_size=limit)
+    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless)
     routes = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     try:
         async with sessions.run():
@@ -1306,7 +1306,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=3)
         config.load()
         http = uvicorn.Server(config)
         http.lifespan = config.lifespan_class(config)
@@ -1923,7 +1923,8 @@ def _block(options: _Options, started: Callable[[Callable[[], None]], None] = la
                         raise
                     logger.error("A module raised %s; the server goes on", type(error).__name__)
     finally:
-        # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to.
+        # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
+        loop.set_exception_handler(lambda *_: None)
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):

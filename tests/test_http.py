@@ -687,8 +687,11 @@ async def test_calls_that_never_end_do_not_hold_the_exit_past_the_grace_period()
             else:
                 endpoint = f"{server.url}/mcp"
                 with httpx.Client(timeout=30) as opener:
-                    _, session = handshake(opener, endpoint)
-                old = [raw.post(endpoint, **call(kind, {}, HANDSHAKE), headers=session) for kind in kinds]
+                    sessions = [handshake(opener, endpoint)[1] for _ in kinds]
+                old = [
+                    raw.post(endpoint, **call(kind, {}, HANDSHAKE), headers=session)
+                    for kind, session in zip(kinds, sessions, strict=True)
+                ]
                 pending = [*old, *(raw.post(endpoint, **call(kind, {})) for kind in kinds)]
             calls = [asyncio.create_task(one) for one in pending]
             await server.says(*["entered"] * len(calls))

@@ -202,7 +202,8 @@ async def followed(
             url = stack.enter_context(serving(source or stage(), transport=transport, **options))
         server: Any
         if transport == "stdio":
-            server = stdio_client(StdioServerParameters(command=STAGE_ON_STDIO[0], args=STAGE_ON_STDIO[1:], env=ENVIRONMENT))
+            program, *rest = STAGE_ON_STDIO
+            server = stdio_client(StdioServerParameters(command=program, args=rest, env=ENVIRONMENT))
         elif transport == "sse":
             server = sse_client(f"{url}/sse")
         else:

@@ -306,16 +306,6 @@ async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
         assert await asyncio.gather(*map(answer, order)) == [{"n": n, "answer": {"name": f"user {n}"}} for n in order]
 
 
-async def test_there_is_a_cap_on_how_many_calls_are_parked() -> None:
-    async with wired({"ask": ask_by_name}) as wire:
-        for _ in range(40):
-            results = await asyncio.gather(*(wire.call("ask", {"n": 1}) for _ in range(50)))
-            if told := [r for r in results if not isinstance(r, InputRequiredResult)]:
-                break
-        else:
-            pytest.fail("2,000 calls are parked")
-        assert told[0].structured_content == {"n": 1, "answer": None}
-
 
 async def test_parked_calls_end_when_the_server_stops() -> None:
     ended: queue.Queue[str] = queue.Queue()
