@@ -241,6 +241,7 @@ def _as_sent(schema: JSONSchema, *, redact: bool) -> JSONSchema:
 def _any_node(schema: JSONSchema, test: Callable[[JSONSchema], bool]) -> bool:
     """Whether `schema`, or a schema anywhere inside it, passes `test`."""
     found = [test(schema)]
+
     def look(node: JSONSchema) -> JSONSchema:
         found.append(_any_node(node, test))
         return node
