@@ -77,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 serve(registry, **options)
                 return 0
             exported = _exports(_Options(registry, **options), export)
+        print(json.dumps(exported, indent=2), flush=True)
     except (TypeError, ValueError, ImportError) as error:
         return _fail(str(error), 1)
     except (OSError, RuntimeError) as error:
         return _fail(str(error), 2)
-    print(json.dumps(exported, indent=2))
     return 0
 
 

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from mcp.server.session import ServerSession
     from mcp.server.sse import SseServerTransport
     from mcp.shared.message import SessionMessage
-    from mcp_types import CallToolRequestParams, ElicitResult, PaginatedRequestParams
+    from mcp_types import CallToolRequestParams, ElicitResult, PaginatedRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -419,6 +419,9 @@ def _description_suffix(annotations: ModuleAnnotations | None) -> str:
 # ---- Results: module outputs and errors as MCP results; pure ----
 
 
+_MARKDOWN = re.compile(r"^(#{1,6} |[-*+] |\d+\. |> |\||```)|\*\*\w|`\w|\]\(", re.MULTILINE)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tool:
     """One listed module: everything about it that does not change from call to call."""
@@ -451,6 +454,16 @@ class _Tool:
     @functools.cached_property
     def annotations(self) -> ModuleAnnotations:
         return self.descriptor.annotations or _DEFAULT_ANNOTATIONS
+
+    @property
+    def documentation(self) -> str:
+        return self.descriptor.documentation or ""
+
+    def resource(self) -> dict[str, Any]:
+        """The module's documentation as MCP's `resources/list` sends it."""
+        kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
+        named = {"name": self.module_id, **({"title": self.descriptor.name} if self.descriptor.name else {})}
+        return {"uri": f"docs://{self.module_id}", **named, "mimeType": kind}
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
@@ -1083,6 +1096,8 @@ class _ExecutionRouter:
 
 _SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
 _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client on stdio, as the SDK allows over HTTP
+# What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
+_FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
 
 
@@ -1114,6 +1129,9 @@ class _Bridge:
             version=options.version or __version__,
             on_list_tools=cast(Any, self._list_tools),
             on_call_tool=cast(Any, self._router.handle_call),
+            on_list_resources=cast(Any, self._list_resources),
+            on_list_resource_templates=cast(Any, self._list_resource_templates),
+            on_read_resource=cast(Any, self._read_resource),
             on_subscriptions_listen=self._listen,
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
@@ -1174,12 +1192,12 @@ class _Bridge:
         if ctx.method == "initialize" and isinstance(result, dict):
             self._follow(ctx.session)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
-            result["capabilities"]["tools"]["listChanged"] = True
+            for kind in ("tools", "resources"):
+                result["capabilities"][kind]["listChanged"] = True
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
-        if params.cursor is not None:
-            raise _protocol_error(-32602, "Invalid cursor: the tool list has one page")
+        self._check_cursor(params)
         return self._tool_list(ctx)
 
     def _tool_list(self, ctx: RequestContext) -> dict[str, Any]:
@@ -1188,9 +1206,31 @@ class _Bridge:
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
         if ctx.protocol_version < _PARKING_VERSION:
             return {"tools": tools}
-        # Stale at once, as the list may change at any time: who wants to keep it listens.
         stamp = {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}
-        return {"tools": tools, "resultType": "complete", "ttlMs": 0, "cacheScope": "private", "_meta": stamp}
+        return {"tools": tools, "_meta": stamp, **_FRESH}
+
+    async def _list_resources(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
+        """The documentation of each listed module that has some (SRS FR-RESOURCE-001, -002)."""
+        self._check_cursor(params)
+        return {"resources": [tool.resource() for tool in self.catalog.tools.values() if tool.documentation], **_FRESH}
+
+    async def _list_resource_templates(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
+        self._check_cursor(params)
+        return {"resourceTemplates": [], **_FRESH}
+
+    async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
+        tool = self.catalog.tools.get(params.uri.removeprefix("docs://"))
+        if tool is None or not tool.documentation or tool.resource()["uri"] != params.uri:
+            code = -32602 if ctx.protocol_version >= _PARKING_VERSION else -32002
+            raise _protocol_error(code, "Resource not found", {"uri": params.uri})
+        resource = tool.resource()
+        content = {"uri": resource["uri"], "mimeType": resource["mimeType"], "text": tool.documentation}
+        return {"contents": [content], **_FRESH}
+
+    @staticmethod
+    def _check_cursor(params: PaginatedRequestParams) -> None:
+        if params.cursor is not None:
+            raise _protocol_error(-32602, "Invalid cursor: every list has one page")
 
     def _follow(self, session: ServerSession) -> None:
         # A connection outlives the session of each of its requests, and this is the only handle the SDK gives on it.
@@ -1201,12 +1241,13 @@ class _Bridge:
             while await changed.wait():
                 changed.clear()
                 await connection.send_tool_list_changed()
+                await connection.send_resource_list_changed()
 
         connection.exit_stack.callback(self.start(announce()).cancel)
         connection.exit_stack.callback(self._followers.pop, connection, None)
 
     async def _announce(self) -> None:
-        from mcp.server.subscriptions import ToolsListChanged
+        from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
 
         while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
@@ -1214,6 +1255,7 @@ class _Bridge:
             for follower in self._followers.values():
                 follower.set()
             await self._bus.publish(ToolsListChanged())
+            await self._bus.publish(ResourcesListChanged())
 
 
 # ---- HTTP: the Starlette app and the guard before it ----
