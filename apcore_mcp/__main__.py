@@ -9,16 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .core import _discover, _exports, _Options, _standard_streams, serve
-
-_EXPORTS = ("mcp", "openai", "openai-strict")
+from .core import _EXPORTS, _discover, _export, _Options, _standard_streams, serve
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not export:
                 serve(registry, **options)
                 return 0
-            exported = _exports(_Options(registry, **options), export)
-        print(json.dumps(exported, indent=2), flush=True)
+            exported = _export(_Options(registry, **options), export)
+        print(exported, flush=True)
     except (TypeError, ValueError, ImportError) as error:
         return _fail(str(error), 1)
     except (OSError, RuntimeError) as error:

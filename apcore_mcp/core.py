@@ -6,6 +6,7 @@ The file reads top to bottom; each room uses only what stands above it, and `gre
     Names        module ids to tool and function names, and back
     Annotations  what apcore says of a module, in MCP's and OpenAI's words
     Results      module outputs and errors as MCP results
+    Documents    what a person reads of a tool
     Catalog      the registry as a list of tools that follows it
     Calls        one running tool call: progress, questions, approval, cancellation
     Server       the MCP handlers, in every protocol version the SDK speaks
@@ -32,6 +33,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -662,6 +664,87 @@ def _place_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
         return [step for step in str(entry["field"]).split(".") if step], str(code)
     steps = str(entry.get("path", "")).split("/")[1:]
     return [step.replace("~1", "/").replace("~0", "~") for step in steps if step], str(code)
+
+
+# ---- Documents: what a person reads of a tool; pure ----
+
+_SAMPLE_TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
+_SAMPLE_TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
+
+
+def _sample(schema: Any) -> Any:
+    """A value that `schema` accepts, as telling as the schema is."""
+    if not isinstance(schema, dict):
+        return {}
+    if branches := schema.get("anyOf") or schema.get("oneOf"):
+        beside = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
+        samples = (_sample({**branch, **beside}) for branch in branches if isinstance(branch, dict))
+        return next((sample for sample in samples if sample is not None and _is_valid(sample, schema)), None)
+    schema = functools.reduce(lambda merged, part: {**part, **merged}, schema.get("allOf", ()), schema)
+    named = [schema[key] for key in ("const", "default") if key in schema]
+    for choice in (*named, *schema.get("examples", ()), *schema.get("enum", ())):
+        if _is_valid(choice, schema):
+            return choice
+    kind = (_types(schema) or ["object" if "properties" in schema else "string"])[0]
+    if kind in ("integer", "number"):
+        low, step = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1), schema.get("multipleOf", 1)
+        return min(-(-low // step) * step, schema.get("maximum", math.inf))
+    if kind == "string":
+        text = _SAMPLE_TEXTS.get(schema.get("format", ""), "text")
+        return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+    if kind == "array":
+        return [_sample(schema.get("items", {"type": "string"}))] * max(1, schema.get("minItems", 1))
+    required, properties = schema.get("required", ()), schema.get("properties", {})
+    return {"boolean": True, "null": None}.get(kind, {name: _sample(properties.get(name)) for name in required})
+
+
+def _fields(schema: JSONSchema) -> str:
+    """A schema as a table of its properties and as JSON."""
+    rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
+    for name, field in schema.get("properties", {}).items():
+        kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
+        needed = "Yes" if name in schema.get("required", ()) else "No"
+        cells = (f"`{name}`", kinds, needed, str(field.get("description", "")), f"`{_to_text(_sample(field))}`")
+        rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
+    table = "\n".join(rows) if len(rows) > 2 else "None."
+    return f"{table}\n\n```json\n{json.dumps(schema, indent=2)}\n```"
+
+
+def _document(tool: _Tool) -> str:
+    """One tool in the eight sections of the tool document specification, from its descriptor."""
+    descriptor, annotations = tool.descriptor, tool.annotations
+    codes = ["SCHEMA_VALIDATION_ERROR", "ACL_DENIED", "MODULE_TIMEOUT", "EXECUTION_CANCELLED", "MODULE_EXECUTE_ERROR"]
+    codes += ["APPROVAL_DENIED", "APPROVAL_TIMEOUT"] if annotations.requires_approval else []
+    told = {**_SENTENCES, "SCHEMA_VALIDATION_ERROR": "Input validation failed: each wrong field, and why"}
+    told |= {"MODULE_TIMEOUT": "Module timed out", "MODULE_EXECUTE_ERROR": "Internal error occurred"}
+    again = "Not idempotent: every call may have an effect of its own."
+    if annotations.readonly or annotations.idempotent:
+        again = f"Idempotent: {'it only reads' if annotations.readonly else 'to call it again changes nothing more'}."
+    notes = {
+        "It only reads.": annotations.readonly,
+        "It may destroy data that cannot be brought back.": annotations.destructive,
+        "A person has to approve each call.": annotations.requires_approval,
+        "It reaches systems outside of this one.": annotations.open_world,
+        "It takes sensitive values, which are kept out of messages and logs.": tool.has_sensitive_input,
+        "It returns sensitive values, which are replaced by `***REDACTED***`.": bool(tool.sensitive_output),
+    }
+    calls = [
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool.module_id, "arguments": inputs}}
+        for inputs in [example.inputs for example in descriptor.examples] or [_sample(tool.input_schema)]
+    ]
+    told_at_length = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], tool.documentation, flags=re.MULTILINE)
+    sections = {
+        "Tool Purpose and Description": f"{descriptor.description}\n\n{told_at_length}".strip(),
+        "Invocation Name": f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {descriptor.version}",
+        "Input Schema (Parameters)": _fields(tool.input_schema),
+        "Output Schema (Return Value)": _fields(tool.output_schema) if tool.output_schema else "Not declared.",
+        "Error Handling": "\n".join(f"- `{code}`: {told[code]}" for code in codes),
+        "Idempotency": again,
+        "Usage Examples (for MCP context)": "\n\n".join(f"```json\n{json.dumps(c, indent=2)}\n```" for c in calls),
+        "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
+    }
+    text = "\n\n".join(f"### {n}. {title}\n\n{body}" for n, (title, body) in enumerate(sections.items(), 1))
+    return f"## {descriptor.name or tool.module_id}\n\n{text}\n"
 
 
 # ---- Catalog: the registry as a list of tools that follows it; any thread ----
@@ -1800,14 +1883,19 @@ def from_openai_call(
 # ---- Doors: the command line's own ----
 
 
-def _exports(options: _Options, form: str) -> list[dict[str, Any]]:
-    """What `--export` prints: the tools of `tools/list` ("mcp"), or OpenAI's ("openai", "openai-strict")."""
+_EXPORTS = ("mcp", "openai", "openai-strict", "markdown")
+
+
+def _export(options: _Options, form: str) -> str:
+    """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
     registry, tags, prefix = options.registry, options.tags, options.prefix
-    if form != "mcp":
-        return to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix)
     catalog = _ToolCatalog(registry, tags, prefix, redact_output=options.redact_output)
     catalog.close()
-    return catalog.listing(portable=options.tool_names == "portable")
+    if form == "markdown":
+        return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
+    if form == "mcp":
+        return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
+    return json.dumps(to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix), indent=2)
 
 
 def _discover(directory: str) -> Registry:
