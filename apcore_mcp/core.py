@@ -393,12 +393,8 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 # ---- Annotations: what apcore says of a module, in MCP's and OpenAI's words; pure ----
 
-_HINTS = {
-    "readOnlyHint": "readonly",
-    "destructiveHint": "destructive",
-    "idempotentHint": "idempotent",
-    "openWorldHint": "open_world",
-}
+_HINTS = {"readOnlyHint": "readonly", "destructiveHint": "destructive"}
+_HINTS |= {"idempotentHint": "idempotent", "openWorldHint": "open_world"}
 _SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
 _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 
@@ -1673,6 +1669,9 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 
 # ---- Options: every option of `serve()`, once ----
 
+_TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
+_APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
+_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port; else this machine's on a loopback address, any elsewhere"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -1699,27 +1698,11 @@ class _Options:
     on_shutdown: Callable[[], Any] | None = None
     dynamic: bool = _option(False, "follow changes of the extensions directory (needs apcore-mcp[watch])")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
-    tool_names: str = _option(
-        "auto",
-        "how tools are called: with dots (module-id), with hyphens for clients and model APIs that refuse dots "
-        "(portable), or as the client can take it (auto)",
-        choices=("auto", "module-id", "portable"),
-    )
+    tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
-    approval: str | ApprovalHandler = _option(
-        "auto",
-        "calls that need approval: ask the user, or let them run where the client cannot ask (auto), ask or refuse "
-        "(require), refuse (deny), do nothing (off)",
-        choices=("auto", "require", "deny", "off"),
-    )
+    approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
-    allowed_hosts: list[str] | None = _option(
-        None,
-        "Host headers to accept, as host or host:port (port * for any); without them, this machine's own names on a "
-        "loopback address and any elsewhere",
-        nargs="+",
-        metavar="HOST",
-    )
+    allowed_hosts: list[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
 
     def __post_init__(self) -> None:
         if not isinstance(self.registry_or_executor, Registry | Executor):
@@ -1806,13 +1789,9 @@ def _check_filters(tags: list[str] | None, prefix: str | None) -> None:
 
 
 def to_openai_tools(
-    registry_or_executor: Registry | Executor,
-    *,
-    embed_annotations: bool = False,
-    strict: bool = False,
-    tags: list[str] | None = None,
-    prefix: str | None = None,
-) -> list[dict[str, Any]]:
+    registry_or_executor: Registry | Executor, *, embed_annotations: bool = False, strict: bool = False,
+    tags: list[str] | None = None, prefix: str | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
 
         [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
