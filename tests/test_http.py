@@ -224,8 +224,8 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     """Every way in: the endpoint in both eras, and the two of the SSE transport."""
     ran: list[object] = []
 
-    def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        ran.append(inputs["by"])
+    async def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        ran.append(inputs["by"])  # on the event loop, so in the order of the calls
         return {}
 
     era = MODERN if request.param == "mcp-2026-07-28" else HANDSHAKE
@@ -249,7 +249,8 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
 
         def finish() -> None:
             assert post("finish", {}).is_success
-            next(replies, None)
+            while "finish" not in ran:
+                next(replies)
 
         knock = look if request.param == "sse" else lambda headers: post("knock", headers)
         yield Door(urlsplit(url).port or 0, knock is not look, ran, knock, finish)
