@@ -1456,31 +1456,37 @@ def _standard_streams() -> Iterator[tuple[int, int]]:
 
     Until the outermost context ends, fd 0 is at its end and fd 1 is stderr: whatever modules, C code or child processes
     print misses the protocol. The command line enters this before it imports the first module, `serve()` again inside.
-    RuntimeError when the process has no standard streams.
+    RuntimeError when the process has no standard streams, or another thread serves them.
     """
-    with _claim_lock:
-        if _claimed:
-            yield _claimed[0]
-            return
-        if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
-            raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
-        wire = os.dup(0), os.dup(1)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 0)
-        os.dup2(nothing, 1)
-        os.close(nothing)
-        with contextlib.suppress(OSError):  # no stderr either
-            os.dup2(2, 1)
+    if not _claim_lock.acquire(blocking=False):
+        raise RuntimeError("stdin and stdout are taken: another server of this process uses them")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_claim_lock.release)
+        if not _claimed:
+            _divert(stack)
+        yield _claimed[0]
+
+
+def _divert(stack: contextlib.ExitStack) -> None:
+    if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
+        raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
+    wire = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    with contextlib.suppress(OSError):  # no stderr either
+        os.dup2(2, 1)
+    _flush_stdout()
+    _claimed.append(wire)
+
+    @stack.callback
+    def restore() -> None:
         _flush_stdout()
-        _claimed.append(wire)
-        try:
-            yield wire
-        finally:
-            _flush_stdout()
-            _claimed.clear()
-            for fd, private in enumerate(wire):
-                os.dup2(private, fd)
-                os.close(private)
+        _claimed.clear()
+        for fd, private in enumerate(wire):
+            os.dup2(private, fd)
+            os.close(private)
 
 
 def _flush_stdout() -> None:

@@ -474,3 +474,28 @@ def test_when_the_server_has_ended_stdout_is_the_programs_own_again(bench: list[
     answer, *printed = completed.stdout.decode().splitlines()
     assert json.loads(answer)["id"] == 1
     assert sorted(printed) == sorted(["returned", "from a child", "x" * 300_000])
+
+
+TWO_SERVERS = """
+from apcore import Registry
+from apcore_mcp import MCPServer
+first, second = MCPServer(Registry()), MCPServer(Registry())
+first.start()
+try:
+    second.start()
+except RuntimeError as error:
+    print("refused:", error)
+first.stop()
+first.wait()
+second.start()  # now it can
+second.stop()
+second.wait()
+"""
+
+
+def test_a_second_server_on_the_same_standard_streams_is_refused() -> None:
+    arguments = [sys.executable, "-c", TWO_SERVERS]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.wait(timeout=30) == 0  # with its input still open
+        assert process.stderr is not None
+        assert "refused: stdin and stdout are taken" in process.stderr.read().decode()
