@@ -86,6 +86,5 @@ def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
             module: Any = apcore if package == "apcore" else apcore_mcp
             assert all(hasattr(module, name) for name in names.split(", ")), names
     used = " ".join(re.findall(r"^from apcore_mcp import (.+)$", "\n".join(blocks), flags=re.MULTILINE))
-    assert set(used.replace(",", "").split()) | {"from_openai_name"} >= {n for n in apcore_mcp.__all__ if n.islower()} - {
-        "__version__"
-    }
+    functions = {name for name in apcore_mcp.__all__ if name.islower() and not name.startswith("_")}
+    assert functions - {"from_openai_name"} <= set(used.replace(",", "").split())
