@@ -841,7 +841,8 @@ def _watch(registry: Registry) -> Callable[[], None]:
                 else:
                     if state[1] and known.get(path) != state:  # not while it is still empty, and once for each state
                         known[path] = state
-                        internals._handle_file_change(path)
+                        with contextlib.suppress(SystemExit):  # of a module that ends while it is imported
+                            internals._handle_file_change(path)
 
     observer = Observer()
     for root in internals._extension_roots:
