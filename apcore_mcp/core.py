@@ -909,6 +909,7 @@ class _Call:
         self.token = CancelToken()
         self.task: asyncio.Task[dict[str, Any]] | None = asyncio.current_task()
         self.stopped = False  # by the end of the server, not by its client
+        self.asker: asyncio.Task[Any] | None = None  # the task that asks; not the module's, if that has another loop
         self.question: tuple[str, dict[str, Any]] = ("", {})
         self.asked, self._asking = asyncio.Event(), asyncio.Lock()
         self._answer: asyncio.Future[ElicitResult | None] | None = None
@@ -945,6 +946,7 @@ class _Call:
         schema = requested_schema or {"type": "object", "properties": {}}
         answer: ElicitResult | None = None
         async with self._asking:
+            self.asker = asyncio.current_task()
             if self.parks:
                 params = {"mode": "form", "message": message, "requestedSchema": schema}
                 self.question = (key or "input", {"method": "elicitation/create", "params": params})
@@ -960,6 +962,7 @@ class _Call:
                     answer = await self.session.elicit_form(message, schema, related_request_id=self._request_id)
                 except Exception as error:  # the client's fault or its connection's: the module goes on without
                     logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
+            self.asker = None
         return dict(answer.content or {}) if answer and getattr(answer, "action", None) == "accept" else None
 
     def answer(self, result: Any) -> None:
@@ -974,18 +977,21 @@ class _Call:
             _cancel([self])
 
 
-def _cancel(calls: Iterable[_Call]) -> None:
+def _cancel(calls: Iterable[_Call], also: Iterable[asyncio.Task[Any] | None] = ()) -> None:
     """End modules: their CancelTokens for code that looks at them, their coroutines where they are some."""
     for call in calls:
         call.token.cancel()
-    # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; what the
-    # coroutine was called with tells whose it is.
-    ended = {id(call.data) for call in calls}
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+    # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; the context it
+    # was called with tells whose it is.
+    ended, tasks = {id(call.data) for call in calls}, {*also, *(call.asker for call in calls)}
+    for task in asyncio.all_tasks():
         coroutine = task.get_coro()
         values = inspect.getcoroutinelocals(coroutine).values() if inspect.iscoroutine(coroutine) else ()
-        if any(isinstance(value, Context | _Call) and id(value.data) in ended for value in values):
-            task.cancel()
+        if any(isinstance(value, Context) and id(value.data) in ended for value in values):
+            tasks.add(task)
+    for each in tasks - {asyncio.current_task()}:  # once: a second time would hit what a module does to clean up
+        if each is not None:
+            each.cancel()
 
 
 class _UserApproval:
@@ -1071,9 +1077,7 @@ class _ExecutionRouter:
         """End what still runs or waits; who asked for it is told so."""
         for call in (calls := self.running | {*self.parked.values()}):
             call.stopped = True
-            if call.task is not None:
-                call.task.cancel()
-        _cancel(calls)
+        _cancel(calls, also=[call.task for call in calls])
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
         with self.activity:
@@ -2159,8 +2163,9 @@ def serve(options: _Options) -> None:
     use. RuntimeError inside a running event loop: there, use `async_serve()`. `apcore-mcp --help` describes each
     option. Source: SRS FR-SERVER-001 to -011.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _block(options)
-    raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
+    loop = None
+    with contextlib.suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+    if loop is not None:
+        raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
+    _block(options)
