@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from conftest import MODERN, FunctionalModule, connect, echo, registry_of
+from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp import MCPError
+from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.server.subscriptions import ResourcesListChanged
 from mcp_types import ResourceListChangedNotification
 
 MARKDOWN = "# Resize\n\nKeeps the *ratio*."
@@ -63,15 +68,29 @@ async def test_the_list_of_resources_has_one_page(mode: str) -> None:
             assert raised.value.error.code == -32602
 
 
-async def test_resources_follow_the_registry_and_handshake_clients_are_told() -> None:
+async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> None:
+    """Handshake clients on their one stream (that of SSE is always open), others on the stream they listen on."""
     registry, told = registry_of(), asyncio.Event()
 
     async def note(message: object) -> None:
         if isinstance(message, ResourceListChangedNotification):
             told.set()
 
-    async with connect(registry, mode="legacy", client={"message_handler": note}) as client:
-        assert client.server_capabilities.resources.list_changed is True
+    async def follow(events: AsyncIterator[object]) -> None:
+        async for event in events:
+            if isinstance(event, ResourcesListChanged):
+                told.set()
+
+    async with contextlib.AsyncExitStack() as stack:
+        url = stack.enter_context(serving(registry, transport="sse" if mode == HANDSHAKE else "streamable-http"))
+        server = sse_client(f"{url}/sse") if mode == HANDSHAKE else f"{url}/mcp"
+        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=note)
+        await stack.enter_async_context(client)
+        if mode == HANDSHAKE:
+            assert client.server_capabilities.resources.list_changed is True
+        else:
+            events = await stack.enter_async_context(client.listen(resources_list_changed=True))
+            stack.callback(asyncio.create_task(follow(events)).cancel)
         assert (await client.list_resources()).resources == []
         registry.register("late.module", documented(documentation="Came later."))
         async with asyncio.timeout(20):
