@@ -1,7 +1,7 @@
-"""A client that listens and answers: chunks of a streaming module, a module's question, and calls to approve.
+"""A tool call is a conversation: it reports, it asks, it needs approval. This client answers.
 
-    python examples/conversation.py             # in the newest protocol version both sides speak
-    python examples/conversation.py legacy      # as clients did before 2026-07-28
+    python examples/conversation.py            # MCP 2026-07-28
+    python examples/conversation.py legacy     # the same by the handshake protocol
 """
 
 import asyncio
@@ -10,49 +10,41 @@ from pathlib import Path
 from typing import Any
 
 from mcp import StdioServerParameters
-from mcp.client import Client, ClientRequestContext
+from mcp.client import Client
 from mcp.client.stdio import stdio_client
-from mcp_types import ElicitRequestFormParams, ElicitRequestParams, ElicitResult, TextContent
+from mcp_types import ElicitResult
 
-EXTENSIONS = Path(__file__).parent / "extensions"
 SERVER = StdioServerParameters(
     command=sys.executable,
-    args=["-m", "apcore_mcp", "--extensions-dir", str(EXTENSIONS), "--log-level", "WARNING"],
+    args=["-m", "apcore_mcp", "--extensions-dir", str(Path(__file__).parent / "extensions"), "--log-level", "WARNING"],
 )
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("files.count_lines", {"pattern": "*.py", "folder": "text"}),
-    ("travel.packing_list", {"destination": "Oslo", "nights": 2}),
-    ("trash.empty", {"deleted_before": "2025-02-01", "dry_run": False}),
-    ("trash.empty", {"dry_run": False}),
-]
-# What the user answers, by the name of the field: first the first, then the second.
-ANSWERS: dict[str, list[Any]] = {"weather": ["cold"], "swimming": [False], "approve": [True, False]}
+ANSWERS = iter([{"room": "Harbour", "projector": True}, {"approve": True}, {"approve": False}])
 
 
-async def answer(context: ClientRequestContext, params: ElicitRequestParams) -> ElicitResult:
-    """Fill in the form as the user would; a real client shows it to somebody."""
-    print("  ? " + params.message.replace("\n", "\n    "))
-    if not isinstance(params, ElicitRequestFormParams):  # a page to visit, which this server does not ask for
-        return ElicitResult(action="decline")
-    content: dict[str, Any] = {}
-    for name, field in params.requested_schema["properties"].items():
-        content[name] = ANSWERS[name].pop(0)
-        print(f"      {field['title']} {field.get('enum', '')}".rstrip(), "->", content[name])
-    return ElicitResult(action="accept", content=content)
+async def ask(context: Any, params: Any) -> ElicitResult:
+    """What a client with a window would show, and what its user would type."""
+    answer = next(ANSWERS)
+    print("  asked:   ", params.message.replace("\n", "\n            "))
+    print("  answered:", answer)
+    return ElicitResult(action="accept", content=answer)
 
 
 async def show(progress: float, total: float | None, message: str | None) -> None:
-    print(f"  . {progress:g}{f' of {total:g}' if total else ''}: {message}")
+    print(f"  progress: {progress:g}{f' of {total:g}' if total else ''}  {message}")
 
 
 async def main(mode: str) -> None:
-    async with Client(stdio_client(SERVER), mode=mode, elicitation_callback=answer) as client:
+    async with Client(stdio_client(SERVER), mode=mode, elicitation_callback=ask) as client:
         print(f"Connected, MCP {client.protocol_version}")
-        for name, arguments in CALLS:
+        for name, arguments in [
+            ("text.word_frequency", {"text": "a rose is\n\na rose"}),
+            ("calendar.book_room", {"day": "2025-04-14", "people": 6}),
+            ("trash.empty", {"dry_run": False, "deleted_before": "2025-02-01"}),
+            ("trash.empty", {"dry_run": False}),
+        ]:
             print(f"\n> {name} {arguments}")
             result = await client.call_tool(name, arguments, progress_callback=show)
-            text = "".join(part.text for part in result.content if isinstance(part, TextContent))
-            print(f"  {'!' if result.is_error else '='} {result.structured_content or text}")
+            print("  result:  ", result.structured_content or result.content[0].text)
 
 
 if __name__ == "__main__":
