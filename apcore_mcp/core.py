@@ -574,10 +574,7 @@ class _ErrorMapper:
 
     def invalid_arguments(self) -> dict[str, Any] | None:
         """The result for arguments that the advertised schema refuses, or None when it takes them."""
-        errors = [
-            {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
-            for e in self._tool.validator.iter_errors(self._arguments)
-        ]
+        errors = _errors_of(self._arguments, self._tool.validator)
         return self.to_result(SchemaValidationError(errors=errors)) if errors else None
 
     def _unexpected(self, error: BaseException, code: str) -> dict[str, Any]:
@@ -647,6 +644,13 @@ class _ErrorMapper:
         for secret in self._secrets:
             text = text.replace(secret, REDACTED_VALUE)
         return text
+
+
+def _errors_of(value: Any, validator: Draft202012Validator) -> list[dict[str, Any]]:
+    return [
+        {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
+        for e in validator.iter_errors(value)
+    ]
 
 
 def _place_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
@@ -1173,6 +1177,9 @@ class _ExecutionRouter:
                 number += 1
                 _merge(merged, chunk)
                 await call.report(number, None, _as_json(call.tool, chunk)[0])
+        # apcore only logs it when the whole of what was streamed breaks the schema; a client would refuse the result.
+        if errors := _errors_of(_as_json(call.tool, merged)[1], Draft202012Validator(call.tool.output_schema)):
+            raise SchemaValidationError("Output validation failed", errors)
         return merged
 
 

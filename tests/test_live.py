@@ -565,6 +565,24 @@ async def test_an_error_in_mid_stream_is_answered_like_any_other(mode: str, last
     assert (result.is_error, text_of(result), result.structured_content) == (True, sentence, None)
 
 
+async def test_a_stream_that_breaks_the_output_schema_is_an_error(mode: str) -> None:
+    """apcore only logs it, and the client would refuse the result."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    modules = {f"s.{name}": StreamingModule(chunks, output_schema=schema) for name, chunks in STREAMS.items()}
+    note, _ = noting()
+    async with connect(modules, mode=mode) as client:
+        told = {name: text_of(await client.call_tool(f"s.{name}", progress_callback=note)) for name in STREAMS}
+    assert told == {
+        "nothing": "Output validation failed:\n- (root) (required)",
+        "wrong": "Output validation failed:\n- n (type)",
+        "right": '{"n":2}',
+    }
+
+
+STREAMS: dict[str, list[Any]] = {"nothing": [], "wrong": [{"n": "x"}], "right": [{"n": 1}, {"n": 2}]}
+
+
+
 @pytest.mark.parametrize(
     ("streaming", "token"),
     [pytest.param(True, False, id="no-token"), pytest.param(False, True, id="not-annotated")],

@@ -282,6 +282,8 @@ async def test_five_megabytes_arrive_whole(mode: str) -> None:
     lines = [f"line {number:07} é" for number in range(300_000)]
     with serving(registry_of({"demo.large": gives({"lines": lines}, output_schema={})})) as url:
         bounded = "max_sse_event_size" in inspect.signature(streamable_http_client).parameters  # from mcp 2.3
+        if mode == HANDSHAKE and not bounded:
+            pytest.skip("the limit of this client cannot be lifted")
         transport = streamable_http_client(f"{url}/mcp", **({"max_sse_event_size": None} if bounded else {}))
         async with Client(transport, mode=mode, cache=None, read_timeout_seconds=30) as client:
             text = text_of(await client.call_tool("demo.large", {}))

@@ -9,14 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from apcore_mcp import elicit, report_progress
 
 ROOMS = {"Garden": 4, "Harbour": 8, "Summit": 20}
-CHOICE = {
-    "type": "object",
-    "properties": {
-        "room": {"type": "string", "enum": list(ROOMS), "title": "Room"},
+
+
+def choice_of(rooms: list[str]) -> dict[str, Any]:
+    """What the user is asked to fill in."""
+    properties = {
+        "room": {"type": "string", "enum": rooms, "title": "Room"},
         "projector": {"type": "boolean", "title": "With projector", "default": False},
-    },
-    "required": ["room"],
-}
+    }
+    return {"type": "object", "properties": properties, "required": ["room"]}
 
 
 class BookingInput(BaseModel):
@@ -49,12 +50,12 @@ class BookRoom:
         )
     ]
 
-    async def execute(self, inputs: dict[str, Any], context: Context) -> dict[str, Any]:
+    async def execute(self, inputs: dict[str, Any], context: Context[Any]) -> dict[str, Any]:
         await report_progress(context, 1, total=2, message="Looking for free rooms")
         fitting = [name for name, seats in ROOMS.items() if seats >= inputs["people"]]
         question = f"Which room for {inputs['people']} people on {inputs['day']}? Large enough: {', '.join(fitting)}."
-        answer = await elicit(context, question, CHOICE, key="room")
-        if answer is None:
+        answer = await elicit(context, question, choice_of(fitting), key="room")
+        if answer is None or answer.get("room") not in fitting:
             return {"status": "not booked", "room": None, "projector": False}
         await report_progress(context, 2, total=2, message=f"Booking {answer['room']}")
         return {"status": "booked", "room": answer["room"], "projector": bool(answer.get("projector"))}

@@ -36,15 +36,17 @@ class WordFrequency:
         )
     ]
 
-    async def stream(self, inputs: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, inputs: dict[str, Any], context: Context[Any]) -> AsyncIterator[dict[str, Any]]:
         counts: Counter[str] = Counter()
+        if not inputs["text"].strip():
+            yield {"paragraphs": 0, "words": {}}
         for number, paragraph in enumerate(filter(str.strip, inputs["text"].split("\n\n")), 1):
             words = paragraph.lower().split()
             counts.update(words)
             # Chunks are merged: what a chunk names replaces what an earlier one said.
             yield {"paragraphs": number, "words": {word: counts[word] for word in words}}
 
-    async def execute(self, inputs: dict[str, Any], context: Context) -> dict[str, Any]:
+    async def execute(self, inputs: dict[str, Any], context: Context[Any]) -> dict[str, Any]:
         result: dict[str, Any] = {"paragraphs": 0, "words": {}}
         async for chunk in self.stream(inputs, context):
             result = {"paragraphs": chunk["paragraphs"], "words": {**result["words"], **chunk["words"]}}
