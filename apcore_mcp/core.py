@@ -24,6 +24,7 @@ only wants OpenAI definitions does not wait for an HTTP stack.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import copy
 import dataclasses
@@ -31,6 +32,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import ipaddress
 import json
 import logging
 import math
@@ -50,12 +52,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.cancel import CancelToken, ExecutionCancelledError
 from apcore.errors import ModuleExecuteError, SchemaValidationError
+from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineStepError
 from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
@@ -75,6 +78,9 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
     from mcp_types import CallToolRequestParams, ElicitResult, PaginatedRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     RequestContext = ServerRequestContext[Any, Any]
@@ -295,6 +301,24 @@ def _inside(views: list[JSONSchema], step: str | int) -> Iterator[Any]:
         yield from named or [view.get("additionalProperties")]
 
 
+def _split_media(schema: JSONSchema, *, redact: bool) -> tuple[JSONSchema, dict[str, str]]:
+    """An output schema without the properties that are files, and these with their media types.
+
+    A file is a string with `contentEncoding: base64` and a `contentMediaType`, unless it is to be redacted.
+    """
+    media = {}
+    for name, field in schema.get("properties", {}).items():
+        views = [view for view in _views(field) if view.get("contentEncoding") == "base64"]
+        kinds = [view["contentMediaType"] for view in views if isinstance(view.get("contentMediaType"), str)]
+        if kinds and not (redact and _marks_sensitive(field)):
+            media[name] = kinds[0]
+    if not media:
+        return schema, media
+    rest = {name: field for name, field in schema["properties"].items() if name not in media}
+    required = [name for name in schema.get("required", ()) if name not in media]
+    return {**schema, "properties": rest, "required": required}, media
+
+
 _STRICT_DROPS = frozenset("title default examples discriminator $schema $id $comment".split())
 
 
@@ -428,6 +452,7 @@ class _Tool:
     input_schema: JSONSchema
     output_schema: JSONSchema  # as advertised; {} when none is
     sensitive_output: JSONSchema  # what results are redacted by; {} when nothing is sensitive
+    media: dict[str, str]  # output properties that are sent as files, with their media types
     has_sensitive_input: bool
 
     @classmethod
@@ -435,7 +460,9 @@ class _Tool:
         """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
         given, returned = _input_schema(descriptor), _SchemaConverter(descriptor.output_schema).inline()
         sensitive = returned if redact_output and _marks_sensitive(returned) else {}
-        tool = cls(descriptor, given, _as_sent(returned, redact=bool(sensitive)), sensitive, _marks_sensitive(given))
+        returned, media = _split_media(returned, redact=bool(sensitive))
+        advertised = _as_sent(returned, redact=bool(sensitive))
+        tool = cls(descriptor, given, advertised, sensitive, media, _marks_sensitive(given))
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # when it stands in the answer.
         _plain({"result": {"tools": [[[[tool.definition()]]]]}})
@@ -450,6 +477,10 @@ class _Tool:
         return Draft202012Validator(self.input_schema)
 
     @functools.cached_property
+    def output_validator(self) -> Draft202012Validator:
+        return Draft202012Validator(self.output_schema)
+
+    @functools.cached_property
     def annotations(self) -> ModuleAnnotations:
         return self.descriptor.annotations or _DEFAULT_ANNOTATIONS
 
@@ -457,8 +488,11 @@ class _Tool:
     def documentation(self) -> str:
         return self.descriptor.documentation or ""
 
+    @functools.cached_property
     def resource(self) -> dict[str, Any]:
-        """The module's documentation as MCP's `resources/list` sends it."""
+        """The module's documentation as MCP's `resources/list` sends it, or `{}` when it has none."""
+        if not self.documentation:
+            return {}
         kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
         named = {"name": self.module_id, **({"title": self.descriptor.name} if self.descriptor.name else {})}
         return {"uri": f"docs://{self.module_id}", **named, "mimeType": kind}
@@ -490,27 +524,40 @@ def _not_json() -> ModuleError:
     return ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON")
 
 
-def _as_json(tool: _Tool, output: Any) -> tuple[str, Any]:
-    """A module's output as JSON text, and the same value in plain types, sensitive fields redacted.
+def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[dict[str, Any]]]:
+    """A module's output as JSON text, the same value in plain types, and its files as MCP content.
 
-    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (SRS FR-EXEC-002). ModuleError
-    OUTPUT_SERIALIZATION_ERROR for what JSON cannot say: NaN, infinity, a cycle.
+    Sensitive fields are redacted. Dates become ISO text, enums their values, bytes base64, anything unknown `str()`
+    (SRS FR-EXEC-002). ModuleError OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for
+    a file that is not base64.
     """
     try:
         text = _to_text({} if output is None else output)
         value = from_json(text, allow_inf_nan=False)
         if tool.sensitive_output:
             value = _redact(value, tool.sensitive_output)
+        files = [(name, kind, data) for name, kind in tool.media.items() if (data := value.pop(name, None))]
+        if tool.sensitive_output or tool.media:
             text = _to_text(value)
+        return text, value, [_media_content(tool, *file) for file in files]
     except Exception:  # a module's own __str__ may raise anything
         raise _not_json() from None
-    return text, value
+
+
+def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, Any]:
+    """One file as MCP content; ValueError when `data` is no base64."""
+    data = data.replace("-", "+").replace("_", "/")  # pydantic writes the alphabet of URLs, MCP reads the standard one
+    base64.b64decode(data, validate=True)
+    if (family := kind.split("/")[0]) in ("image", "audio"):
+        return {"type": family, "data": data, "mimeType": kind}
+    resource = {"uri": f"media://{tool.module_id}/{quote(name)}", "mimeType": kind, "blob": data}
+    return {"type": "resource", "resource": resource}
 
 
 def _success(tool: _Tool, output: Any) -> dict[str, Any]:
-    """A module's output as a tool result: text, and structured content where a schema is advertised (F-013)."""
-    text, value = _as_json(tool, output)
-    result = {"content": [{"type": "text", "text": text}], "isError": False, "resultType": "complete"}
+    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013)."""
+    text, value, files = _as_json(tool, output)
+    result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
     return {**result, "structuredContent": value} if tool.output_schema else result
 
 
@@ -732,12 +779,14 @@ def _document(tool: _Tool) -> str:
         {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool.module_id, "arguments": inputs}}
         for inputs in [example.inputs for example in descriptor.examples] or [_sample(tool.input_schema)]
     ]
+    files = [f"`{name}` comes beside it, as content of type `{kind}`." for name, kind in tool.media.items()]
+    returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
     told_at_length = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], tool.documentation, flags=re.MULTILINE)
     sections = {
         "Tool Purpose and Description": f"{descriptor.description}\n\n{told_at_length}".strip(),
         "Invocation Name": f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
-        "Output Schema (Return Value)": _fields(tool.output_schema) if tool.output_schema else "Not declared.",
+        "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {told[code]}" for code in codes),
         "Idempotency": again,
         "Usage Examples (for MCP context)": "\n\n".join(f"```json\n{json.dumps(c, indent=2)}\n```" for c in calls),
@@ -900,16 +949,20 @@ def _can_elicit(session: ServerSession) -> bool:
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `session` belongs to the request that waits for the result; it is None while none does, and then nothing is sent.
+    `session` belongs to the request that waits for the result; it is None while no MCP request does, and then nothing
+    is sent.
     A client of 2026-07-28 is not asked, its request is answered with the question (`asked` is set) and a later request
     brings the answer. One question at a time: a module that asks two at once is asked for them in turn.
     """
 
-    def __init__(self, tool: _Tool, arguments: dict[str, Any], ctx: RequestContext) -> None:
+    def __init__(
+        self, tool: _Tool, arguments: dict[str, Any], ctx: RequestContext | None = None, *, may_park: bool = False
+    ) -> None:
         self.tool, self.arguments = tool, arguments
-        self.session: ServerSession | None = ctx.session
-        self.wants_progress = "progress_token" in (ctx.meta or {})
-        self.parks = ctx.protocol_version >= _PARKING_VERSION and _can_elicit(ctx.session)
+        self.session: ServerSession | None = ctx.session if ctx else None
+        self.meta: Mapping[str, Any] = (ctx.meta if ctx else None) or {}
+        modern = ctx is not None and ctx.protocol_version >= _PARKING_VERSION
+        self.parks = bool(may_park and modern and ctx and _can_elicit(ctx.session))
         self.token = CancelToken()
         self.task: asyncio.Task[dict[str, Any]] | None = asyncio.current_task()
         self.stopped = False  # by the end of the server, not by its client
@@ -917,7 +970,7 @@ class _Call:
         self.question: tuple[str, dict[str, Any]] = ("", {})
         self.asked, self._asking = asyncio.Event(), asyncio.Lock()
         self._answer: asyncio.Future[ElicitResult | None] | None = None
-        self._request_id, self._loop = ctx.request_id, asyncio.get_running_loop()
+        self._request_id, self._loop = ctx.request_id if ctx else None, asyncio.get_running_loop()
         progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
         self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
@@ -1071,8 +1124,9 @@ class _ExecutionRouter:
     so its module never runs twice.
     """
 
-    def __init__(self, catalog: _ToolCatalog, executor: Executor, *, validate_inputs: bool) -> None:
-        self._catalog, self._executor, self._validate_inputs = catalog, executor, validate_inputs
+    def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
+        self._catalog, self._executor, self._validate_inputs = catalog, executor, options.validate_inputs
+        self._may_park = options.workers == 1  # or the retry might reach a process that knows nothing of it
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
         self.activity = _Activity()
@@ -1092,14 +1146,10 @@ class _ExecutionRouter:
             logger.debug("Tool call: %s", tool.module_id)
             if params.request_state is not None:
                 return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
-            call = _Call(tool, params.arguments or {}, ctx)
-            # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
-            told = {key: value for key, value in (ctx.meta or {}).items() if isinstance(value, str)}
-            trace = TraceContext.extract(told) if "traceparent" in told else None
-            context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
+            call = _Call(tool, params.arguments or {}, ctx, may_park=self._may_park)
             if not call.parks:
-                return await self._execute(call, context)
-            call.task = asyncio.create_task(self._execute(call, context))
+                return await self.execute(call)
+            call.task = asyncio.create_task(self.execute(call))
             return await self._until_done_or_asked(call)
 
     async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
@@ -1135,13 +1185,18 @@ class _ExecutionRouter:
         task.add_done_callback(lambda _: self.parked.pop(state, None))
         return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
 
-    async def _execute(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
+    async def execute(self, call: _Call) -> dict[str, Any]:
+        """Run the module to its end; the tool result, of whatever kind."""
         tool, started = call.tool, time.perf_counter()
+        # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
+        told = {k: v for k, v in call.meta.items() if isinstance(v, str)} if "traceparent" in call.meta else {}
+        trace = TraceContext.extract(told) if told else None
+        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
         self.running.add(call)
         try:
             if self._validate_inputs and (refusal := _ErrorMapper(tool, call.arguments).invalid_arguments()):
                 return refusal
-            if tool.annotations.streaming and call.wants_progress:
+            if tool.annotations.streaming and "progress_token" in call.meta:
                 output: Any = await self._stream(call, context)
             else:
                 output = await self._executor.call_async(tool.module_id, call.inputs(), context)
@@ -1178,7 +1233,7 @@ class _ExecutionRouter:
                 _merge(merged, chunk)
                 await call.report(number, None, _as_json(call.tool, chunk)[0])
         # apcore only logs it when the whole of what was streamed breaks the schema; a client would refuse the result.
-        if errors := _errors_of(_as_json(call.tool, merged)[1], Draft202012Validator(call.tool.output_schema)):
+        if errors := _errors_of(_as_json(call.tool, merged)[1], call.tool.output_validator):
             raise SchemaValidationError("Output validation failed", errors)
         return merged
 
@@ -1200,16 +1255,16 @@ class _Bridge:
     2026-07-28 on the streams they listen on; a client that does not read holds up only itself.
     """
 
-    def __init__(self, options: _Options) -> None:
+    def __init__(self, options: _Options, listener: socket.socket | None = None) -> None:
         from mcp.server.lowlevel import Server
         from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
-        self.options, self.closing = options, False
+        self.options, self.listener, self.closing = options, listener, False
         self.catalog = _ToolCatalog(options.registry, options.tags, options.prefix, redact_output=options.redact_output)
         self._executor, self._release_executor = options.executor(self.catalog)
-        self._router = _ExecutionRouter(self.catalog, self._executor, validate_inputs=options.validate_inputs)
-        self.activity = self._router.activity
+        self.router = _ExecutionRouter(self.catalog, self._executor, options)
+        self.activity = self.router.activity
         self._bus = InMemorySubscriptionBus()
         self._listen = ListenHandler(self._bus)
         self._changed = asyncio.Event()
@@ -1219,7 +1274,7 @@ class _Bridge:
             options.name,
             version=options.version or __version__,
             on_list_tools=cast(Any, self._list_tools),
-            on_call_tool=cast(Any, self._router.handle_call),
+            on_call_tool=cast(Any, self.router.handle_call),
             on_list_resources=cast(Any, self._list_resources),
             on_list_resource_templates=cast(Any, self._list_resource_templates),
             on_read_resource=cast(Any, self._read_resource),
@@ -1245,7 +1300,7 @@ class _Bridge:
     async def __aexit__(self, *_: object) -> None:
         self._unwatch()
         self.catalog.close()
-        self._router.stop()
+        self.router.stop()
         self._release_executor()
         self.cancel_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -1266,7 +1321,7 @@ class _Bridge:
         try:
             await asyncio.wait_for(self.activity.idle.wait(), _SHUTDOWN_SECONDS)
         except TimeoutError:
-            self._router.stop()
+            self.router.stop()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.activity.idle.wait(), 3)
 
@@ -1303,7 +1358,7 @@ class _Bridge:
     async def _list_resources(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
         """The documentation of each listed module that has some (SRS FR-RESOURCE-001, -002)."""
         self._check_cursor(params)
-        return {"resources": [tool.resource() for tool in self.catalog.tools.values() if tool.documentation], **_FRESH}
+        return {"resources": [tool.resource for tool in self.catalog.tools.values() if tool.resource], **_FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
         self._check_cursor(params)
@@ -1311,11 +1366,10 @@ class _Bridge:
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
         tool = self.catalog.tools.get(params.uri.removeprefix("docs://"))
-        if tool is None or not tool.documentation or tool.resource()["uri"] != params.uri:
+        if tool is None or tool.resource.get("uri") != params.uri:
             code = -32602 if ctx.protocol_version >= _PARKING_VERSION else -32002
             raise _protocol_error(code, "Resource not found", {"uri": params.uri})
-        resource = tool.resource()
-        content = {"uri": resource["uri"], "mimeType": resource["mimeType"], "text": tool.documentation}
+        content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
         return {"contents": [content], **_FRESH}
 
     @staticmethod
@@ -1354,12 +1408,20 @@ class _Bridge:
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
+def _is_address(host: str) -> bool:
+    """Whether a Host header names no domain, which could be somebody else's and point at this machine all the same."""
+    with contextlib.suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    return False
+
+
 class _Guard:
     """ASGI middleware before every route: who may ask, and whether the server still takes requests.
 
-    A request must name a host of `hosts` (any, when there are none) and, when a web page made it, come from that very
-    host and port: another site, another port of this machine and a rebound DNS name are all refused. A POST must be
-    JSON, so that no form can make one.
+    A request must name a host of `hosts` and, when a web page made it, come from that very host and port: another site,
+    another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no form can make
+    one. Without `hosts` any host will do, but a web page, and the Explorer, must name an address.
     """
 
     def __init__(self, app: ASGIApp, bridge: _Bridge, hosts: list[str]) -> None:
@@ -1376,13 +1438,138 @@ class _Guard:
         request, posts = Request(scope), scope["method"] == "POST"
         host = request.headers.get("host", "")
         origins = [f"http://{host}", f"https://{host}"]
-        settings = TransportSecuritySettings(allowed_hosts=self._hosts or [host], allowed_origins=origins)
+        path, prefix = scope["path"].removeprefix(scope.get("root_path", "")), self._bridge.options.explorer_prefix
+        for_page = "origin" in request.headers or (self._bridge.options.explorer and path.startswith(prefix))
+        hosts = self._hosts or ([host] if _is_address(host) or not for_page else [])
+        settings = TransportSecuritySettings(allowed_hosts=hosts, allowed_origins=origins)
         refusal = await TransportSecurityMiddleware(settings).validate_request(request, is_post=posts)
         if refusal is None and self._bridge.closing:
             refusal = PlainTextResponse("Server is shutting down", 503)
         app = self._app if refusal is None else refusal
         with self._bridge.activity if posts else contextlib.nullcontext():
             await app(scope, receive, send)
+
+
+class _Explorer:
+    """The Tool Explorer: one page, and as JSON what it shows and runs (SRS FR-EXPLORER-001 to -006).
+
+    The page may neither load nor send anything elsewhere, nor be framed; nobody else's page may read what is here.
+    """
+
+    def __init__(self, bridge: _Bridge) -> None:
+        self._bridge, self._options = bridge, bridge.options
+        self._page = Path(__file__).with_name("explorer.html").read_text("utf-8")
+        script, style = (self._digest(tag) for tag in ("script", "style"))
+        policy = f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; media-src data:"
+        policy += "; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        self._headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
+        self._headers |= {"Cache-Control": "no-store"}
+
+    def _digest(self, tag: str) -> str:
+        inside = self._page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+    def routes(self) -> list[BaseRoute]:
+        from starlette.routing import Route
+
+        tools = f"{self._options.explorer_prefix}/tools"
+        return [
+            Route(f"{self._options.explorer_prefix}/", self.page),
+            Route(tools, self.tools),
+            Route(f"{tools}/{{name}}", self.tool),
+            Route(f"{tools}/{{name}}/call", self.call, methods=["POST"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        return HTMLResponse(self._page, headers=self._headers)
+
+    async def tools(self, request: Request) -> Response:
+        listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")
+        schemas = ("inputSchema", "outputSchema")
+        return self._answer([{key: tool[key] for key in tool if key not in schemas} for tool in listing])
+
+    async def tool(self, request: Request) -> Response:
+        tool = self._bridge.catalog.find(request.path_params["name"])
+        if tool is None:
+            return self._not_found(request)
+        definition = tool.definition(portable=self._options.tool_names == "portable")
+        endpoint = None if self._options.transport == "sse" else f"{request.scope.get('root_path', '')}/mcp"
+        beside = {"documentation": tool.documentation, "examples": [vars(e) for e in tool.descriptor.examples]}
+        return self._answer(
+            {**definition, **beside, "allowExecute": self._options.allow_execute, "endpoint": endpoint}
+        )
+
+    async def call(self, request: Request) -> Response:
+        """Run a tool like any other call, by a client that cannot be asked; to go away cancels it."""
+        if not self._options.allow_execute:
+            return self._answer({"error": "Tool execution is disabled"}, 403)
+        tool = self._bridge.catalog.find(request.path_params["name"])
+        if tool is None:
+            return self._not_found(request)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MESSAGE_MAX_BYTES:
+                return self._answer({"error": f"Request body is larger than {_MESSAGE_MAX_BYTES} bytes"}, 413)
+        try:
+            arguments = from_json(bytes(body), allow_inf_nan=False)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
+        running = asyncio.create_task(self._bridge.router.execute(_Call(tool, arguments)))
+        gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not running.done():
+            running.cancel()
+            await asyncio.wait({running})
+            return self._answer({"error": _SENTENCES["EXECUTION_CANCELLED"]}, 500)
+        return self._answer(*self._told(running.result()))
+
+    @staticmethod
+    def _told(result: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """A tool result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}` and a status."""
+        text, *files = result["content"]
+        if result["isError"]:
+            report = result["_meta"]["apcore-mcp/error"]
+            wrong_input = text["text"].startswith("Input validation failed")
+            told = {key: report[key] for key in ("error_type", "error_details") if key in report}
+            return {"error": text["text"], **told}, 400 if wrong_input else 500
+        return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
+
+    def _not_found(self, request: Request) -> Response:
+        return self._answer({"error": f"Tool {request.path_params['name']!r} not found"}, 404)
+
+    def _answer(self, value: Any, status: int = 200) -> Response:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(value, status, headers=self._headers)
+
+
+def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
+    """`/health`, and where asked for `/metrics` (SRS FR-HEALTH-001, F-021) and the Explorer."""
+    from starlette.responses import JSONResponse, PlainTextResponse
+    from starlette.routing import Route
+
+    options, started = bridge.options, time.monotonic()
+
+    async def health(request: Request) -> Response:
+        count = len(bridge.catalog.tools)
+        facts = {"uptime_seconds": time.monotonic() - started, "version": options.version or __version__}
+        return JSONResponse({"status": "ok", "module_count": count, "tools_count": count, **facts})
+
+    async def metrics(request: Request) -> Response:
+        page = options.metrics_collector.export_prometheus()
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+
+    routes: list[BaseRoute] = [Route("/health", health)]
+    if options.metrics_collector is not None:
+        routes.append(Route("/metrics", metrics))
+    return routes + (_Explorer(bridge).routes() if options.explorer else [])
 
 
 class _SSEEndpoint:
@@ -1411,17 +1598,18 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     from starlette.routing import Mount, Route
 
     options = bridge.options
-    guard = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts())
+    guard, own = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts()), _own_routes(bridge)
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
         messages = Mount("/messages/", transport.handle_post_message)
         try:
-            yield Starlette(routes=[Route("/sse", _SSEEndpoint(bridge, transport)), messages], middleware=[guard])
+            sse = Route("/sse", _SSEEndpoint(bridge, transport))
+            yield Starlette(routes=[sse, messages, *own], middleware=[guard])
         finally:
             bridge.cancel_tasks()
         return
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless)
-    routes = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
+    routes = [*(Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")), *own]
     try:
         async with sessions.run():
             yield Starlette(routes=routes, middleware=[guard])
@@ -1429,14 +1617,18 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
         raise group.exceptions[0] from None
 
 
+def _listen(options: _Options) -> socket.socket:
+    """A listening socket on the options' host and port; OSError when it is taken."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+
+
 @contextlib.asynccontextmanager
 async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Listen on the options' host and port. Yields a task that ends only if the HTTP server does."""
+    """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
 
-    options = bridge.options
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    listener = bridge.listener or _listen(bridge.options)
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
@@ -1690,6 +1882,7 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port; else this machine's on a loopback address, any elsewhere"
+_OWN_PATHS = ("/mcp", "/sse", "/messages", "/health", "/metrics")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -1720,7 +1913,12 @@ class _Options:
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
+    workers: int = _option(1, "processes to serve from (streamable-http with --stateless)", metavar="N")
     allowed_hosts: list[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
+    metrics_collector: Any = None
+    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
+    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
+    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
 
     def __post_init__(self) -> None:
         if not isinstance(self.registry_or_executor, Registry | Executor):
@@ -1741,9 +1939,24 @@ class _Options:
             _check_text("Host", self.host)
             if not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
+        if self.workers != 1:
+            self._check_workers()
+        object.__setattr__(self, "explorer_prefix", _explorer_prefix(self.explorer_prefix))
+        if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
+            given = type(self.metrics_collector).__name__
+            raise TypeError(f"metrics_collector must have an export_prometheus() method, got {given}")
         _check_texts("allowed_hosts", self.allowed_hosts)
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
+
+    def _check_workers(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.transport != "streamable-http" or not self.stateless:
+            # A session lives in one process, and the next request of its client may reach another.
+            raise ValueError("More than one worker needs transport='streamable-http' and stateless=True (--stateless)")
+        if not hasattr(os, "fork"):
+            raise ValueError("More than one worker needs a platform with fork(); start several servers instead")
 
     @property
     def registry(self) -> Registry:
@@ -1757,6 +1970,8 @@ class _Options:
         """
         source = self.registry_or_executor
         executor = Executor(source) if isinstance(source, Registry) else source
+        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
+            executor.use(MetricsMiddleware(self.metrics_collector))
         if self.approval == "off" or executor.governance_state().approval_handler_configured:
             return executor, lambda: None
         handler = _UserApproval(self.approval, catalog) if isinstance(self.approval, str) else self.approval
@@ -1768,6 +1983,17 @@ class _Options:
         if self.allowed_hosts or not (self.host in (*_LOOPBACK, "::1") or self.host.startswith("127.")):
             return self.allowed_hosts or []
         return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
+
+
+def _explorer_prefix(prefix: object) -> str:
+    """The path without a slash behind it (SRS FR-EXPLORER-006)."""
+    _check_text("explorer_prefix", prefix)
+    path = str(prefix).rstrip("/")
+    if not re.fullmatch(r"(/[\w.~-]+)+", path):
+        raise ValueError(f"explorer_prefix must start with '/' and be a plain path such as '/explorer', got {prefix!r}")
+    if path in _OWN_PATHS:
+        raise ValueError(f"explorer_prefix must not be one of {', '.join(_OWN_PATHS)}")
+    return path
 
 
 def _check_text(name: str, value: object, *, longest: int = sys.maxsize, optional: bool = False) -> None:
@@ -1934,14 +2160,14 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _announced(bridge: _Bridge) -> AsyncIterator[None]:
+async def _announced(bridge: _Bridge, where: str = "") -> AsyncIterator[None]:
     """What is said and called while the server accepts: first when it begins to, then before it ends."""
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
-    logger.info("apcore-mcp server started: %d tools registered, transport=%s", count, options.transport)
+    logger.info("apcore-mcp server started: %d tools registered, transport=%s%s", count, options.transport, where)
     await _call_back(options.on_startup)
     try:
         yield
@@ -1954,10 +2180,26 @@ async def _announced(bridge: _Bridge) -> AsyncIterator[None]:
         await bridge.finish()
 
 
-async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:
+def _where(options: _Options) -> str:
+    """Where the server listens and the Explorer is, for the log."""
+    if options.transport == "stdio":
+        return ""
+    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{options.port}"
+    told = f", at {url}{'/sse' if options.transport == 'sse' else '/mcp'}"
+    told += f", explorer at {url}{options.explorer_prefix}/" if options.explorer else ""
+    return told + (f", process {os.getpid()}" if options.workers > 1 else "")
+
+
+async def _run(
+    options: _Options, stop: asyncio.Event, started: Callable[[], None], listener: socket.socket | None
+) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
     serve_transport = _TRANSPORTS[options.transport]
-    async with _Bridge(options) as bridge, serve_transport(bridge) as running, _announced(bridge):
+    async with (
+        _Bridge(options, listener) as bridge,
+        serve_transport(bridge) as running,
+        _announced(bridge, _where(options)),
+    ):
         started()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -2022,7 +2264,11 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _block(options: _Options, started: Callable[[Callable[[], None]], None] = lambda stop: None) -> None:
+def _block(
+    options: _Options,
+    started: Callable[[Callable[[], None]], None] = lambda stop: None,
+    listener: socket.socket | None = None,
+) -> None:
     """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
     _set_log_level(options)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -2039,7 +2285,7 @@ def _block(options: _Options, started: Callable[[Callable[[], None]], None] = la
         with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop
             loop.call_soon_threadsafe(stop.set)
 
-    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread)))
+    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread), listener))
     try:
         with _stopped_by_signals(stop_from_any_thread):
             while not life.done():
@@ -2060,6 +2306,65 @@ def _block(options: _Options, started: Callable[[Callable[[], None]], None] = la
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+
+def _block_on_workers(options: _Options) -> None:
+    """Serve from several processes that accept from one socket, until told to end.
+
+    A worker that is killed is replaced; one that ends with an error, as all would, ends the server with RuntimeError.
+    """
+    from multiprocessing import get_context, parent_process, process
+    from multiprocessing.connection import wait
+
+    listener, workers, ending = _listen(options), dict[int, process.BaseProcess](), threading.Event()
+
+    def work() -> None:
+        def stop_with_parent(stop: Callable[[], None]) -> None:
+            if parent := parent_process():
+                parent.join()
+            stop()
+
+        def watch(stop: Callable[[], None]) -> None:
+            threading.Thread(target=stop_with_parent, args=(stop,), daemon=True).start()
+
+        _block(options, watch, listener)
+
+    def start() -> None:
+        # Only a fork takes along the modules that were registered, which no other process could load again.
+        worker = get_context("fork").Process(target=work)
+        worker.start()
+        workers[worker.sentinel] = worker
+
+    def stop() -> None:
+        ending.set()
+        for worker in workers.values():
+            worker.terminate()
+
+    if options.metrics_collector is not None:
+        logger.warning("Each worker process counts its own calls, and /metrics shows those of whichever answers")
+    failure: int | None = None
+    for _ in range(options.workers):  # before the signals are ours, which a worker would inherit
+        start()
+    with listener, _stopped_by_signals(stop):
+        while workers:
+            for sentinel in cast(list[int], wait(list(workers))):
+                worker = workers.pop(sentinel)
+                worker.join()
+                if ending.is_set():
+                    continue
+                if (status := worker.exitcode or 0) < 0:
+                    logger.error("Worker process %d was killed by signal %d and is replaced", worker.pid, -status)
+                    start()
+                else:
+                    failure = status
+                    stop()
+    if failure is not None:
+        raise RuntimeError(f"A worker process ended with status {failure}")
+
+
+def _check_one_process(options: _Options) -> None:
+    if options.workers != 1:
+        raise ValueError("workers is for serve(), which can start processes; elsewhere leave them to the ASGI server")
 
 
 def _set_log_level(options: _Options) -> None:
@@ -2096,6 +2401,7 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     `/messages/`, anything else `/mcp`. `host` and `port` are not listened on, but decide with `allowed_hosts` which
     Host headers are accepted: name the public ones. All other options are those of `serve()`, and so are the errors.
     """
+    _check_one_process(options)
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
     _set_log_level(options)
@@ -2112,6 +2418,7 @@ class MCPServer:
 
     def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
         self._options = _Options(registry_or_executor, **options)
+        _check_one_process(self._options)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] | None = None
@@ -2175,4 +2482,4 @@ def serve(options: _Options) -> None:
         loop = asyncio.get_running_loop()
     if loop is not None:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    _block(options)
+    (_block if options.workers == 1 else _block_on_workers)(options)

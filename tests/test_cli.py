@@ -152,8 +152,10 @@ def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.Captur
         "registry_or_executor",
         "on_startup",
         "on_shutdown",
+        "metrics_collector",
     }
-    flags = {f"--{name.replace('_', '-')}" for name in options} | {"--extensions-dir", "--export", "--help"}
+    flags = {f"--{name.replace('_', '-')}" for name in options}
+    flags |= {"--extensions-dir", "--export", "--metrics", "--help"}
     described = {line.split()[0].strip(",") for line in text.splitlines() if line.lstrip().startswith("-")}
     described |= {"--help"} if "-h, --help" in text else set()
     assert flags - described == set()

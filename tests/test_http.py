@@ -350,10 +350,12 @@ GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
             {"host": "0.0.0.0"},
             {
                 ("any.example", None): 200,
-                ("any.example:1", "http://any.example:1"): 200,
-                ("any.example:1", "http://any.example:2"): 403,
-                ("any.example", "http://evil.example"): 403,
-                ("any.example", "null"): 403,
+                ("any.example:1", "http://any.example:1"): 421,  # a page whose name may have been rebound to us
+                ("192.0.2.1:1", "http://192.0.2.1:1"): 200,
+                ("[2001:db8::1]:1", "http://[2001:db8::1]:1"): 200,
+                ("192.0.2.1:1", "http://192.0.2.1:2"): 403,
+                ("192.0.2.1", "http://evil.example"): 403,
+                ("192.0.2.1", "null"): 403,
             },
             id="any-name-on-all-interfaces",
         ),

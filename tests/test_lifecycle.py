@@ -394,7 +394,7 @@ async def test_clients_are_told_name_and_version(mode: str, options: dict[str, A
         pytest.param(
             ["a", "b"],
             "Streamable-HTTP",
-            [("INFO", "apcore-mcp server started: 2 tools registered, transport=streamable-http")],
+            [("INFO", "apcore-mcp server started: 2 tools registered, transport=streamable-http, at {url}/mcp")],
             id="two-tools",
         ),
         pytest.param(
@@ -403,7 +403,7 @@ async def test_clients_are_told_name_and_version(mode: str, options: dict[str, A
             [
                 ("WARNING", "No modules registered; server starting with zero tools"),
                 ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
-                ("INFO", "apcore-mcp server started: 0 tools registered, transport=sse"),
+                ("INFO", "apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
             ],
             id="none-over-sse",
         ),
@@ -413,9 +413,9 @@ def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(
     modules: list[str], transport: str, messages: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
-    with serving(registry_of({f"t.{name}": echo for name in modules}), transport=transport):
+    with serving(registry_of({f"t.{name}": echo for name in modules}), transport=transport) as url:
         logged = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
-    assert sorted(logged) == sorted(messages)
+    assert sorted((level, text.format(url=url)) for level, text in messages) == sorted(logged)
 
 
 @pytest.mark.parametrize(
