@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import os
 import re
 import subprocess
@@ -39,7 +40,10 @@ async def test_every_example_module_does_what_its_own_examples_say(monkeypatch: 
         descriptor = registry.get_definition(module_id)
         assert descriptor is not None
         for example in descriptor.examples:
-            assert to_jsonable_python(await executor.call_async(module_id, dict(example.inputs))) == example.output
+            output = to_jsonable_python(await executor.call_async(module_id, dict(example.inputs)))
+            for picture in output.keys() - example.output.keys():  # its bytes depend on the release of zlib
+                assert base64.b64decode(output.pop(picture)).startswith(b"\x89PNG")
+            assert output == example.output
             ran += 1
     assert ran >= 9
     assert len(registry.list()) == int(re.search(r"(\d+) tools registered", (ROOT / "README.md").read_text())[1])  # type: ignore[index]
