@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -272,21 +271,19 @@ def _views(schema: Any) -> Iterator[JSONSchema]:
                 yield from _views(branch)
 
 
-def _redact(value: Any, *schemas: Any, found: list[Any] | None = None) -> Any:
-    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`, which goes to `found`.
+def _redact(value: Any, *schemas: Any) -> Any:
+    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`.
 
     apcore's own redaction passes over maps (`additionalProperties`), and by default blanks innocent keys by substring
     ("author", "tokens_used").
     """
     views = [view for schema in schemas for view in _views(schema)]
     if value is not None and any(view.get("x-sensitive") is True for view in views):
-        if found is not None:
-            found.append(value)
         return REDACTED_VALUE
     if isinstance(value, list):
-        return [_redact(item, *_inside(views, index), found=found) for index, item in enumerate(value)]
+        return [_redact(item, *_inside(views, index)) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {name: _redact(item, *_inside(views, name), found=found) for name, item in value.items()}
+        return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
     return value
 
 
@@ -593,7 +590,8 @@ _SENTENCES = {
 class _ErrorMapper:
     """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
 
-    No value of an `x-sensitive` argument appears in either. Used after a call failed, so it may take its time.
+    Of a tool that takes `x-sensitive` arguments neither says more than what failed and where: no text that a module
+    or a validator wrote, as nobody can tell how it spells a secret. Used after a call failed, so it may take its time.
     """
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any]) -> None:
@@ -614,7 +612,10 @@ class _ErrorMapper:
             text, details = self._validation(error, step)
         else:
             facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": error.message}
-            text = self._masked(_SENTENCES[code].format_map(facts) if code in _SENTENCES else f"Module error: {code}")
+            sentence = _SENTENCES.get(code, f"Module error: {code}")
+            if self._tool.has_sensitive_input and code in _SENTENCES:
+                sentence = sentence.partition(":")[0]
+            text = sentence.format_map(facts) if code in _SENTENCES else sentence
             details = {"timeout_ms": facts["timeout_ms"]} if code == "MODULE_TIMEOUT" else {}
         logger.error("Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__, text)
         return _failure(text, code, details, error)
@@ -625,15 +626,12 @@ class _ErrorMapper:
         return self.to_result(SchemaValidationError(errors=errors)) if errors else None
 
     def _unexpected(self, error: BaseException, code: str) -> dict[str, Any]:
-        text = "<exception str() failed>"
-        with contextlib.suppress(Exception):
-            text = self._masked(str(error))
-        told = (self._tool.module_id, type(error).__name__, text)
-        if self._secrets:
-            trace = self._masked("".join(traceback.format_exception(error)))
-            logger.error("Tool call error: %s - %s: %s\n%s", *told, trace)
+        told = "Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__
+        if self._tool.has_sensitive_input:
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            logger.error(*told, f"(not shown: the tool takes sensitive values)\n{trace}")
         else:
-            logger.error("Tool call error: %s - %s: %s", *told, exc_info=error)
+            logger.error(*told, _text_of(error), exc_info=error)
         return _failure("Internal error occurred", code)
 
     def _validation(self, error: SchemaValidationError, step: str) -> tuple[str, dict[str, Any]]:
@@ -660,37 +658,20 @@ class _ErrorMapper:
         errors = []
         for entry in raw:
             path, code = _place_and_code(entry)
-            message = self._masked(str(entry.get("message", "")))
+            message = str(entry.get("message", ""))
             if code == "required":
                 path = [*path, *([name] if (name := next(missing.get(tuple(path), iter(())), None)) else [])]
-            elif self._tool.has_sensitive_input:  # a message may quote the value, or a part of it, or its parent's
-                message = "Value is not valid"
+            if self._tool.has_sensitive_input:  # a message may quote the value, or a part of it, or its parent's
+                message = "Field required" if code == "required" else "Value is not valid"
             errors.append({"field": ".".join(path), "code": code, "message": message})
         return errors
 
-    @functools.cached_property
-    def _secrets(self) -> list[str]:
-        """Every way in which a text may spell the sensitive values of this call, longest first."""
 
-        def spellings(value: Any) -> Iterator[str]:
-            if isinstance(value, dict | list):
-                for item in value.values() if isinstance(value, dict) else value:
-                    yield from spellings(item)
-            elif isinstance(value, str):  # a traceback indents each line
-                yield from (value, repr(value)[1:-1], *value.splitlines())
-                yield from (json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False))
-            elif value is not None and not isinstance(value, bool):
-                yield repr(value)
-
-        found: list[Any] = []
-        if self._tool.has_sensitive_input:
-            _redact(self._arguments, self._tool.input_schema, found=found)
-        return sorted(filter(None, {*spellings(found)}), key=len, reverse=True)
-
-    def _masked(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, REDACTED_VALUE)
-        return text
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of a user's may do anything
+        return "<exception str() failed>"
 
 
 def _errors_of(value: Any, validator: Draft202012Validator) -> list[dict[str, Any]]:
@@ -989,10 +970,6 @@ class _Call:
         session = self.session
         return self.parks or (session is not None and session.can_send_request and _can_elicit(session))
 
-    def inputs(self) -> dict[str, Any]:
-        """What the module is called with; a copy where `arguments` will tell what to mask, whatever it does to it."""
-        return copy.deepcopy(self.arguments) if self.tool.has_sensitive_input else self.arguments
-
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         if self.session is not None:
             await self.session.report_progress(progress, total, message)
@@ -1199,7 +1176,7 @@ class _ExecutionRouter:
             if tool.annotations.streaming and "progress_token" in call.meta:
                 output: Any = await self._stream(call, context)
             else:
-                output = await self._executor.call_async(tool.module_id, call.inputs(), context)
+                output = await self._executor.call_async(tool.module_id, call.arguments, context)
             return _success(tool, output)
         except asyncio.CancelledError as error:
             call.cancel()
@@ -1226,7 +1203,7 @@ class _ExecutionRouter:
         merged: dict[str, Any] = {}
         number = 0
         async with contextlib.aclosing(
-            cast(Any, self._executor.stream(call.tool.module_id, call.inputs(), context))
+            cast(Any, self._executor.stream(call.tool.module_id, call.arguments, context))
         ) as chunks:
             async for chunk in chunks:
                 number += 1

@@ -781,7 +781,7 @@ def speaking() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SPEAKING)
-async def test_an_exception_that_quotes_a_secret_is_masked_everywhere(
+async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
     speaking: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
@@ -812,8 +812,19 @@ async def test_an_exception_that_quotes_a_secret_is_masked_everywhere(
     assert leaks == []
 
 
-async def test_the_rest_of_a_masked_message_stays_readable(caplog: pytest.LogCaptureFixture) -> None:
+async def test_of_a_tool_with_sensitive_input_the_log_says_what_failed_and_where(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = login_of(lambda i: throw(RuntimeError(f"user {i['user']} has no password {i['password']}")))
+    async with connect({"demo.login": module}) as client:
+        failure(await client.call_tool("demo.login", {"user": "bob", "password": TOKEN}), "Internal error occurred")
+    (record,) = errors_logged(caplog)
+    assert "demo.login - RuntimeError: (not shown: the tool takes sensitive values)" in record.getMessage()
+    assert "in throw\n    raise error from cause" in record.getMessage()
+
+
+async def test_invalid_input_of_a_tool_with_sensitive_input_is_told_without_its_reason() -> None:
     module = login_of(lambda i: throw(InvalidInputError(f"user {i['user']} has no password {i['password']}")))
     async with connect({"demo.login": module}) as client:
         result = await client.call_tool("demo.login", {"user": "bob", "password": TOKEN})
-    failure(result, "Invalid input: user bob has no password ***REDACTED***")
+    failure(result, "Invalid input")
