@@ -1,0 +1,672 @@
+"""The Tool Explorer in a real browser: what an author does with it, and what hostile pages and modules cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import http.server
+import json
+import re
+import shutil
+import struct
+import subprocess
+import threading
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from apcore import ModuleAnnotations
+from apcore.errors import ModuleError
+from apcore.module import ModuleExample
+from conftest import FunctionalModule, echo, registry_of, serving
+
+pytest.importorskip("playwright.sync_api")
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync""".split()
+REBOUND = "rebound.example"
+PAGES = Path(__file__).parent / "pages"
+PHONE = {"width": 360, "height": 740}
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "customer": {"type": "string", "description": "Who pays", "minLength": 2},
+        "count": {"type": "integer", "default": 1, "minimum": 1, "maximum": 9},
+        "colour": {"enum": ["red", "green", "blue"]},
+        "gift": {"type": "boolean"},
+        "on": {"type": "string", "format": "date"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "address": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "zip": {"type": "string"}},
+            "required": ["city"],
+        },
+        "lines": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"sku": {"type": "string"}}, "required": ["sku"]},
+        },
+        "prices": {"type": "object", "additionalProperties": {"type": "number"}},
+        "pay": {
+            "oneOf": [
+                {
+                    "title": "Card",
+                    "type": "object",
+                    "properties": {"kind": {"const": "card"}, "number": {"type": "string"}},
+                    "required": ["kind", "number"],
+                },
+                {
+                    "title": "Invoice",
+                    "type": "object",
+                    "properties": {"kind": {"const": "invoice"}, "days": {"type": "integer"}},
+                    "required": ["kind"],
+                },
+            ]
+        },
+    },
+    "required": ["customer", "address"],
+}
+NOBODY: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def png(width: int, height: int) -> str:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\x20\x60\xf0" * width) * height
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    image = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return base64.b64encode(image).decode()
+
+
+def media(media_type: str) -> dict[str, Any]:
+    return {"type": "string", "contentEncoding": "base64", "contentMediaType": media_type}
+
+
+class Waiting:
+    """A module that runs until it is cancelled."""
+
+    description = "Waits"
+
+    def __init__(self) -> None:
+        self.input_schema = self.output_schema = NOBODY
+        self.cancelled = threading.Event()
+
+    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        return {}
+
+
+async def pieces(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+    yield dict(inputs)
+
+
+WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
+SOUND = base64.b64encode(WAVE).decode()
+
+
+def modules() -> dict[str, Any]:
+    files = {"picture": media("image/png"), "sound": media("audio/wav"), "page": media("text/html")}
+    return {
+        "shop.order": FunctionalModule(
+            lambda inputs, context: {"given": inputs},
+            input_schema=ORDER,
+            description="Orders something.\nIn one go.",
+            documentation="# How\n\nWith **care** and `sku`.",
+            examples=[ModuleExample(title="A small one", inputs={"customer": "Ann", "address": {"city": "Ulm"}})],
+        ),
+        "shop.remove": FunctionalModule(
+            echo,
+            input_schema=NOBODY,
+            description="Removes the shop",
+            annotations=ModuleAnnotations(destructive=True, requires_approval=True),
+        ),
+        "shop.look": FunctionalModule(
+            echo,
+            stream=pieces,
+            description="Looks only",
+            annotations=ModuleAnnotations(readonly=True, streaming=True),
+        ),
+        "shop.wait": Waiting(),
+        "shop.files": FunctionalModule(
+            lambda inputs, context: {"picture": png(40, 30), "sound": SOUND, "page": "PGI+", "n": 3},
+            input_schema=NOBODY,
+            output_schema={"type": "object", "properties": {**files, "n": {"type": "integer"}}},
+        ),
+        "shop.big": FunctionalModule(
+            lambda inputs, context: {"rows": list(range(10_000)), "id": 2**60 + 1}, input_schema=NOBODY
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        rules = [f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"]
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS + rules)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens pages; at the end of the test none of them may have had an error of its own."""
+    problems: list[str] = []
+    with contextlib.ExitStack() as contexts:
+
+        def new(**options: Any) -> Page:
+            context = browser.new_context(**options)
+            contexts.callback(context.close)
+            context.set_default_timeout(15_000)
+            page = context.new_page()
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            return page
+
+        yield new
+        assert not problems
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return modules()
+
+
+@pytest.fixture(scope="module")
+def url(parts: dict[str, Any]) -> Iterator[str]:
+    with serving(registry_of(parts), explorer=True, allow_execute=True) as base:
+        yield base
+
+
+def opened(page: Page, url: str, name: str) -> Page:
+    page.goto(f"{url}/explorer/#{name}")
+    expect(page.get_by_role("heading", level=2, name=name)).to_be_visible()
+    return page
+
+
+def run(page: Page) -> Locator:
+    """Presses Run; the section with what came of it."""
+    page.get_by_role("button", name="Run", exact=True).click()
+    return page.get_by_role("region", name="Result")
+
+
+def arguments(page: Page) -> Any:
+    """What the JSON view holds."""
+    return json.loads(page.get_by_label("Arguments as JSON").input_value())
+
+
+# ---- The list ----
+
+
+def test_lists_searches_and_links_to_every_tool(new_page: Callable[..., Page], url: str) -> None:
+    page = new_page()
+    page.goto(f"{url}/explorer/")
+    tools = page.get_by_role("navigation", name="Tools")
+    expect(tools.get_by_role("link")).to_have_count(6)
+    expect(tools.get_by_role("status")).to_have_text("6 tools")
+    expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("destructive")
+    expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("needs approval")
+    expect(tools.get_by_role("link", name="shop.look")).to_contain_text("read-only")
+    expect(tools.get_by_role("link", name="shop.look")).to_contain_text("streaming")
+    page.get_by_label("Search tools").fill("looks ONLY")
+    expect(tools.get_by_role("link")).to_have_count(1)
+    expect(tools.get_by_role("status")).to_have_text("1 of 6 tools")
+    tools.get_by_role("link").click()
+    expect(page).to_have_url(re.compile(r"#shop\.look$"))
+    expect(page).to_have_title(re.compile("^shop.look .+ Tool Explorer$"))
+    page.reload()
+    expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
+    page.get_by_role("link", name="shop.order").click()
+    page.go_back()
+    expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
+
+
+def test_500_tools_are_no_burden(new_page: Callable[..., Page]) -> None:
+    many = {f"many.tool_{number}": echo for number in range(500)}
+    with serving(registry_of(many), explorer=True) as url:
+        page = new_page()
+        page.goto(f"{url}/explorer/#many.tool_499")
+        expect(page.get_by_role("heading", name="many.tool_499")).to_be_visible()
+        expect(page.get_by_role("navigation").get_by_role("status")).to_have_text("500 tools")
+        page.get_by_label("Search tools").fill("tool_49")
+        expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(11)
+
+
+def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Callable[..., Page]) -> None:
+    page = new_page()
+    registry = registry_of({"a.b": echo})
+    with serving(registry, explorer=True) as url:
+        page.goto(f"{url}/explorer/#not.there")
+        expect(page.get_by_role("alert")).to_have_text("Tool 'not.there' not found")
+        registry.register("not.there", FunctionalModule(echo))
+        page.get_by_role("button", name="Refresh").click()
+        expect(page.get_by_role("heading", name="not.there")).to_be_visible()
+        page.goto(f"{url}/explorer/#")
+        expect(page.get_by_text("Choose a tool from the list.")).to_be_visible()
+    page.get_by_role("link", name="a.b").click()
+    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
+    page.get_by_role("button", name="Refresh").click()
+    expect(page.get_by_text("Is the server still running?")).to_be_visible()
+
+
+# ---- The form ----
+
+
+def test_form_and_json_are_two_views_of_the_same_arguments(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.order")
+    assert arguments(page) == {"count": 1, "address": {}}, "defaults, and what must be there"
+    page.get_by_label("customer").fill("Ann")
+    page.get_by_label("count").fill("3")
+    page.get_by_label("colour").select_option("green")
+    page.get_by_label("gift").select_option("false")
+    page.get_by_label(re.compile("^on string, date")).fill("2026-02-28")
+    page.get_by_label("city").fill("Ulm")
+    page.get_by_role("button", name="Add to lines").click()
+    page.get_by_label("sku").fill("A1")
+    page.get_by_label("Include prices").check()
+    page.get_by_role("button", name="Add an entry").click()
+    page.get_by_label("Name").fill("EUR")
+    page.get_by_label("value").fill("1.5")
+    page.get_by_label("Include pay").check()
+    page.get_by_label("Kind of pay").select_option("Invoice")
+    page.get_by_label("days").fill("30")
+    expected = {
+        "customer": "Ann",
+        "count": 3,
+        "colour": "green",
+        "gift": False,
+        "on": "2026-02-28",
+        "address": {"city": "Ulm"},
+        "lines": [{"sku": "A1"}],
+        "prices": {"EUR": 1.5},
+        "pay": {"kind": "invoice", "days": 30},
+    }
+    assert arguments(page) == expected
+    page.get_by_role("button", name="JSON", exact=True).click()
+    changed = {
+        "customer": "Bo",
+        "note": None,
+        "address": {"city": "Bonn", "floor": 3},
+        "lines": [{"sku": "B"}, {"sku": "C"}],
+        "pay": {"kind": "card", "number": "4"},
+        "extra": 2**60 + 1,
+    }
+    page.get_by_label("Arguments as JSON").fill(json.dumps(changed))
+    page.get_by_role("button", name="Form", exact=True).click()
+    expect(page.get_by_label("customer")).to_have_value("Bo")
+    expect(page.get_by_label("count")).to_have_value("")
+    expect(page.get_by_label("sku")).to_have_count(2)
+    expect(page.get_by_label("number string")).to_have_value("4")
+    page.get_by_label("zip").fill("53111")
+    page.get_by_role("button", name="Remove lines 1").click()
+    expected = {**changed, "address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
+    assert arguments(page) == expected, "what the form does not know is kept, and so is every digit"
+    result = run(page)
+    result.get_by_text("address: {3}").click()
+    expect(result).to_contain_text('city: "Bonn"')
+    expect(result).to_contain_text("extra: 1152921504606846977")
+
+
+def test_json_that_is_none_is_told_and_not_sent(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.order")
+    page.get_by_role("button", name="JSON", exact=True).click()
+    box = page.get_by_label("Arguments as JSON")
+    calls: list[str] = []
+    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    for text in ("{", "[1]"):
+        box.fill(text)
+        expect(box).to_have_attribute("aria-invalid", "true")
+        page.get_by_role("button", name="Run", exact=True).click()
+        expect(box).to_be_focused()
+    box.fill('{"customer": "Ann", "address": {"city": "Ulm"}}')
+    expect(box).not_to_have_attribute("aria-invalid", "true")
+    assert not calls
+    expect(run(page)).to_contain_text('customer: "Ann"')
+
+
+def test_errors_stand_at_their_fields(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.order")
+    page.get_by_label("count").fill("ten")
+    page.get_by_label("city").fill("Ulm")
+    result = run(page)
+    expect(result).to_contain_text("Input validation failed:")
+    customer, count = page.get_by_label("customer"), page.get_by_label("count")
+    expect(count).to_have_attribute("aria-invalid", "true")
+    expect(count).to_have_accessible_description(re.compile("integer"))
+    expect(page.get_by_label("city")).not_to_have_attribute("aria-invalid", "true")
+    expect(customer).to_be_focused()
+    count.fill("2")
+    expect(count).not_to_have_attribute("aria-invalid", "true")
+    customer.fill("Ann")
+    expect(run(page)).to_contain_text("count: 2")
+    expect(page.locator("[aria-invalid=true]")).to_have_count(0)
+
+
+def test_examples_fill_the_form_and_documentation_is_shown(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.order")
+    expect(page.get_by_role("heading", name="How")).to_be_visible()
+    expect(page.get_by_text("care", exact=True)).to_be_visible()
+    page.get_by_label("Fill in an example").select_option("A small one")
+    assert arguments(page) == {"customer": "Ann", "address": {"city": "Ulm"}}
+    page.get_by_text("Input schema").click()
+    expect(page.get_by_text('"description": "Who pays"')).to_be_visible()
+
+
+# ---- Running ----
+
+
+def test_pictures_sound_and_files_are_shown_as_themselves(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.files")
+    result = run(page)
+    picture = result.get_by_role("img")
+    expect(picture).to_be_visible()
+    assert picture.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [40, 30]
+    expect(result.locator("audio")).to_be_visible()
+    assert result.locator("audio").evaluate("audio => audio.src").startswith("data:audio/wav")
+    with page.expect_download() as download:
+        result.get_by_role("link", name=re.compile("^Download")).click()
+    assert download.value.path().read_bytes() == b"<b>"
+    expect(result).to_contain_text("n: 3")
+
+
+def test_a_large_result_opens_piece_by_piece(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.big")
+    result = run(page)
+    expect(result).to_contain_text("id: 1152921504606846977")
+    expect(result.get_by_text("9999: 9999")).to_have_count(0)
+    result.get_by_text("9900 … 9999").click()
+    expect(result.get_by_text("9999: 9999")).to_be_visible()
+
+
+def test_a_running_call_shows_and_can_be_cancelled(
+    new_page: Callable[..., Page], url: str, parts: dict[str, Any]
+) -> None:
+    page = opened(new_page(), url, "shop.wait")
+    parts["shop.wait"].cancelled.clear()
+    result = run(page)
+    expect(result).to_contain_text("Running…")
+    expect(page.get_by_role("button", name="Run", exact=True)).to_be_disabled()
+    page.get_by_role("link", name="shop.look").click()
+    expect(run(page)).to_contain_text("{0}")
+    page.get_by_role("link", name="shop.wait").click()
+    expect(result).to_contain_text("Running…")
+    page.keyboard.press("Escape")
+    expect(result).to_contain_text("The call was cancelled.")
+    assert parts["shop.wait"].cancelled.wait(10)
+    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+
+
+def test_what_may_destroy_is_asked_about_first(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.remove")
+    calls: list[str] = []
+    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    page.get_by_role("button", name="Run", exact=True).click()
+    question = page.get_by_role("dialog")
+    expect(question).to_contain_text("may destroy data")
+    expect(question.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(question).to_be_hidden()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(question).to_be_visible()
+    assert not calls
+    question.get_by_role("button", name="Run it").click()
+    expect(page.get_by_role("region", name="Result")).to_be_visible()
+    expect(page.get_by_text("Done")).to_be_visible()
+    assert len(calls) == 1
+
+
+DIRECT_CALL = """() => {
+    const headers = { "Content-Type": "application/json" };
+    return fetch("tools/shop.look/call", { method: "POST", headers, body: "{}" }).then((response) => response.status);
+}"""
+
+
+def test_without_execution_all_but_running_is_there(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(modules()), explorer=True) as url:
+        page = opened(new_page(), url, "shop.order")
+        expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
+        expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
+        page.get_by_label("customer").fill("Ann")
+        page.keyboard.press("Control+Enter")
+        assert arguments(page)["customer"] == "Ann"
+        assert page.evaluate(DIRECT_CALL) == 403
+
+
+AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+def test_the_curl_that_is_copied_runs_in_a_shell(new_page: Callable[..., Page], transport: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    with serving(registry_of(modules()), explorer=True, allow_execute=True, transport=transport) as url:
+        page = new_page(permissions=["clipboard-read", "clipboard-write"])
+        opened(page, url, "shop.order")
+        page.get_by_label("customer").fill(AWKWARD)
+        page.get_by_label("city").fill("Ulm")
+        page.get_by_text("curl", exact=True).click()
+        page.get_by_role("button", name="Copy curl").click()
+        expect(page.get_by_role("button", name="Copied")).to_be_visible()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        ran = subprocess.run(["sh", "-c", copied], capture_output=True, text=True, timeout=30, check=True)
+    answer = json.loads(ran.stdout)
+    result = answer["result"]["structuredContent"] if transport == "streamable-http" else answer["result"]
+    assert result["given"]["customer"] == AWKWARD
+
+
+# ---- Every screen and hand ----
+
+
+def test_works_by_keyboard_alone(new_page: Callable[..., Page], url: str) -> None:
+    page = new_page()
+    page.goto(f"{url}/explorer/")
+    expect(page.get_by_role("link", name="shop.order")).to_be_visible()
+    page.keyboard.press("/")
+    expect(page.get_by_label("Search tools")).to_be_focused()
+    page.keyboard.type("order")
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("link", name="shop.order")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="shop.order")).to_be_visible()
+    customer = page.get_by_label("customer")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if customer.evaluate("field => field === document.activeElement"):
+            break
+    expect(customer).to_be_focused()
+    page.keyboard.type("Ann")
+    page.get_by_label("city").focus()
+    page.keyboard.type("Ulm")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("region", name="Result")).to_contain_text('customer: "Ann"')
+
+
+def test_a_phone_shows_one_thing_at_a_time(new_page: Callable[..., Page], url: str) -> None:
+    page = new_page(viewport=PHONE)
+    page.goto(f"{url}/explorer/")
+    page.get_by_role("link", name="shop.order").click()
+    expect(page.get_by_role("navigation")).to_be_hidden()
+    expect(page.get_by_role("heading", name="shop.order")).to_be_focused()
+    page.get_by_label("Include pay").check()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], "nothing hangs over the edge"
+    page.get_by_role("link", name="All tools").click()
+    expect(page.get_by_role("navigation")).to_be_visible()
+    expect(page.get_by_role("heading", name="shop.order")).to_be_hidden()
+
+
+CONTRAST = (PAGES / "contrast.js").read_text()
+
+
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 31)")])
+def test_follows_light_and_dark_with_enough_contrast(
+    new_page: Callable[..., Page], url: str, scheme: str, paper: str
+) -> None:
+    page = opened(new_page(color_scheme=scheme), url, "shop.order")
+    expect(run(page)).to_contain_text("Input validation failed:")
+    background, poor = page.evaluate(CONTRAST)
+    assert background == paper
+    assert poor == [], "WCAG AA asks for 4.5 : 1"
+
+
+# ---- Hostile modules: nothing that they say is ever interpreted ----
+
+EVIL = """"'><img src=x onerror="window.pwned=1"><script>window.pwned=1</script><svg onload=window.pwned=1>"""
+LINK = "[press](javascript:window.pwned=1) <a href='javascript:window.pwned=1'>press</a> `<b>` **<i>**\n\n# " + EVIL
+
+
+def fail(inputs: dict[str, Any], context: Any) -> Any:
+    raise ModuleError(code="EVIL_ERROR", message=EVIL, ai_guidance=EVIL)
+
+
+def hostile() -> dict[str, Any]:
+    either = [{"title": EVIL, "type": "object", "properties": {"a": {"const": EVIL}}}, {"type": "integer"}]
+    properties: dict[str, Any] = {
+        "choice": {"enum": [EVIL, "b"], "default": EVIL},
+        "__proto__": {"type": "string"},
+        "either": {"oneOf": either},
+    }
+    named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
+    drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
+    answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
+    return {
+        "evil.talk": FunctionalModule(
+            lambda inputs, context: answer,
+            input_schema={"type": "object", "properties": properties},
+            output_schema={"type": "object", "properties": {"picture": media("image/svg+xml")}},
+            description=EVIL,
+            documentation=LINK,
+            tags=[EVIL],
+            version="1.0.0",
+            metadata={"display": {"mcp": {"alias": "evil_talk"}}},
+            examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
+        ),
+        "evil.schema": FunctionalModule(
+            echo,
+            input_schema={"type": "object", "title": EVIL, "properties": properties | named},
+            description=LINK,
+        ),
+        "evil.fail": FunctionalModule(fail, input_schema=NOBODY),
+    }
+
+
+def test_nothing_of_a_module_is_interpreted(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(hostile()), explorer=True, allow_execute=True) as url:
+        page = new_page()
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.add_init_script("addEventListener('securitypolicyviolation', (e) => { window.violated = e.blockedURI; })")
+        page.goto(f"{url}/explorer/")
+        links = page.get_by_role("navigation").get_by_role("link")
+        expect(links).to_have_count(3)
+        for index in range(3):
+            links.nth(index).click()
+            expect(page.get_by_text("Try it")).to_be_visible()
+            for box in page.get_by_role("checkbox").all():
+                box.check()
+            page.locator("main details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
+            run(page)
+            expect(page.get_by_text(re.compile(r"^(Done|Failed \(\d+\))$"))).to_be_visible()
+            for link in page.get_by_text("press").all():
+                link.click()
+        assert page.evaluate("[window.pwned, ({}).pwned, window.violated]") == [None, None, None]
+        assert page.locator("main script, main iframe, main svg, main a[href^=javascript], img[src=x]").count() == 0
+        assert {urlsplit(each).netloc for each in requests if not each.startswith("data:")} == {urlsplit(url).netloc}
+
+
+def test_the_policy_stops_what_the_page_would_let_through(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.look")
+    page.evaluate(
+        """async (evil) => {
+            const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
+            script.textContent = "window.pwned = 1";
+            document.body.append(box, script);
+            box.innerHTML = evil;
+            await fetch("http://127.0.0.1:9/").catch(() => 0);
+        }""",
+        EVIL,
+    )
+    violations = page.evaluate(
+        """() => new Promise((resolve) => {
+            addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
+            document.body.append(Object.assign(new Image(), { src: "http://127.0.0.1:9/x.png" }));
+        })"""
+    )
+    assert violations == "img-src"
+    assert page.evaluate("window.pwned") is None
+
+
+# ---- Hostile pages: another origin, and a name that was made to point here ----
+
+ATTACK = (PAGES / "attack.js").read_text()
+
+
+@contextlib.contextmanager
+def hostile_site() -> Iterator[str]:
+    """Another origin on the same machine, with one empty page."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>hostile</title><body>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{site.server_port}"
+        finally:
+            site.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def target() -> Iterator[tuple[str, list[Any]]]:
+    """A server whose only module says when it ran."""
+    ran: list[Any] = []
+
+    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        ran.append(inputs)
+        return {}
+
+    registry = registry_of({"t.touch": FunctionalModule(touch, description="SECRET")})
+    with serving(registry, explorer=True, allow_execute=True) as url:
+        yield url, ran
+
+
+def test_a_page_of_another_origin_can_neither_run_nor_read(new_page: Callable[..., Page]) -> None:
+    with target() as (url, ran), hostile_site() as site:
+        page = new_page()
+        page.goto(site)
+        assert page.evaluate(ATTACK, url).replace("null", "") == ""
+        own = opened(new_page(), url, "t.touch")  # what came after all of it: nothing of the attack is still on its way
+        expect(run(own)).to_contain_text("{0}")
+        assert ran == [{}], "only the Explorer's own call"
+
+
+def test_a_rebound_name_can_neither_run_nor_read(new_page: Callable[..., Page]) -> None:
+    with target() as (url, ran):
+        rebound = f"http://{REBOUND}:{urlsplit(url).port}"
+        page = new_page()
+        assert (answer := page.goto(f"{rebound}/explorer/")) is not None
+        assert answer.status in (403, 421)
+        seen = page.evaluate(ATTACK, rebound)
+        assert "SECRET" not in seen
+        assert "t.touch" not in seen
+        assert "Tool Explorer" not in seen
+        own = opened(new_page(), url, "t.touch")
+        expect(run(own)).to_contain_text("{0}")
+        assert ran == [{}], "only the Explorer's own call"
