@@ -106,6 +106,7 @@ _SCHEMA_PLACES = frozenset(
     "items additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
     " contentSchema not if then else".split()
 )
+_WITH_SCHEMAS = _SCHEMA_MAPS | _SCHEMA_LISTS | _SCHEMA_PLACES
 _TYPES = frozenset("object array string integer number boolean null".split())
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 
@@ -126,9 +127,9 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchem
             return {name: one(item) for name, item in value.items()}
         if keyword in _SCHEMA_LISTS and isinstance(value, list):
             return [one(item) for item in value]
-        return one(value) if keyword in _SCHEMA_MAPS | _SCHEMA_LISTS | _SCHEMA_PLACES else value
+        return one(value)
 
-    return {keyword: inside(keyword, value) for keyword, value in schema.items()}
+    return {key: inside(key, value) if key in _WITH_SCHEMAS else value for key, value in schema.items()}
 
 
 def _types(schema: JSONSchema) -> list[str]:
@@ -1597,7 +1598,9 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
 def _listen(options: _Options) -> socket.socket:
     """A listening socket on the options' host and port; OSError when it is taken."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
+    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
 
 
 @contextlib.asynccontextmanager

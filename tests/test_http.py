@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import itertools
 import logging
@@ -137,6 +138,21 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+def test_answers_are_sent_at_once() -> None:
+    """And not held back until the client acknowledges what came before, which takes it 40 ms."""
+    with serving(registry_of({"a.b": echo})) as url, httpx.Client(base_url=url) as client:
+        address = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
+        accepted = [each for each in gc.get_objects() if isinstance(each, socket.socket) and _peer(each) == address]
+        assert [bool(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for each in accepted] == [True]
+
+
+def _peer(connection: socket.socket) -> Any:
+    try:
+        return connection.getpeername()
+    except OSError:  # one that listens, or is closed, has none
+        return None
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
