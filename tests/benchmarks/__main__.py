@@ -1,0 +1,357 @@
+"""Measure this package beside a hand-written minimal server on the same SDK, and print the ratios.
+
+    python -m tests.benchmarks                    some minutes
+    python -m tests.benchmarks --quick            seconds: whether everything runs, no figures to quote
+    python -m tests.benchmarks --only "^call"     rows whose name matches a regular expression
+    python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place
+    python -m tests.benchmarks --existing         also beside the `apcore-mcp` of the package index
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import inspect
+import itertools
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from apcore import Executor
+
+import apcore_mcp
+
+from .client import HANDSHAKE, MODERN, ROOT, Server, Side
+from .server import KINDS, Order, modules
+
+READING = """\
+Ratio: what ours costs by what the yardstick costs, so 1.00 is par and less is better, also where calls/s are shown.
+A round measures both, one directly after the other and in turn first; the ratio is the median of the rounds' own, with
+its quartiles, and the figures before it are medians too. A goal is met by a ratio that is not above it; quartiles on
+both sides of it mean that this run cannot tell. The minimal server has the same SDK, Executor and modules and a
+tools/call of two lines: no error mapping, structured content, redaction, cancellation, progress or approval. A limit is
+a requirement's own number. Figures of different machines or runs do not compare."""
+
+EXTENSIONS = str(ROOT / "examples" / "extensions")
+STARTED = ["-m", "apcore_mcp", "--extensions-dir", EXTENSIONS, "--log-level", "ERROR"]
+DISCOVERED = f"import mcp.server.lowlevel, apcore; apcore.Registry(extensions_dir={EXTENSIONS!r}).discover()"
+FIRST_LIST = b"""\
+{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},\
+"clientInfo":{"name":"benchmark","version":"1"}}}
+{"jsonrpc":"2.0","method":"notifications/initialized"}
+{"jsonrpc":"2.0","id":2,"method":"tools/list"}
+"""
+
+
+@dataclass
+class Row:
+    """One line of the table: what `ours` and the `yardstick` cost as `measure` has it, in seconds or bytes.
+
+    A Server is started when it is first measured; a number is a cost by itself.
+    """
+
+    name: str
+    measure: Callable[[Any], float]
+    ours: Any
+    yardstick: Any
+    against: str
+    goal: float | None = None
+    unit: str = "ms"
+    slow: bool = False  # a third of the rounds will do
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rounds: int
+    calls: int
+    batch: int
+    load: int
+    few: int
+    many: int
+    most: int
+    lists: int  # tools listed in one measurement
+
+
+FULL = Sizes(rounds=11, calls=100, batch=500, load=200, few=100, many=1_000, most=5_000, lists=1_000)
+QUICK = Sizes(rounds=1, calls=3, batch=10, load=20, few=6, many=6, most=6, lists=6)
+
+
+class Pool:
+    """The running servers, by what they were started with."""
+
+    def __init__(self) -> None:
+        self._sides: dict[Server, Side] = {}
+
+    def start(self, *subjects: Any) -> None:
+        for subject in subjects:
+            if isinstance(subject, tuple):
+                self.start(*subject)
+            elif isinstance(subject, Server) and subject not in self._sides:
+                self._sides[subject] = Side(subject)
+
+    def cost(self, measure: Callable[[Any], float], subject: Any) -> float:
+        return float(subject) if isinstance(subject, float) else measure(self._ready(subject))
+
+    def _ready(self, subject: Any) -> Any:
+        if isinstance(subject, tuple):
+            return tuple(map(self._ready, subject))
+        return self._sides[subject].ready() if isinstance(subject, Server) else subject
+
+    def close(self) -> None:
+        for side in self._sides.values():
+            side.stop()
+        for side in self._sides.values():
+            side.close()
+
+
+class ExecutorAlone:
+    """apcore's Executor in this process, with the measurement of a Side."""
+
+    def latency(self, name: str, arguments: dict[str, Any], count: int) -> float:
+        executor = Executor(modules(0))
+
+        async def work() -> float:
+            await executor.call_async(name, arguments)
+            begin = time.perf_counter()
+            for _ in range(count):
+                await executor.call_async(name, arguments)
+            return (time.perf_counter() - begin) / count
+
+        return asyncio.run(work())
+
+
+def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]:
+    ours, other, against = Server("ours", sizes.few), Server("minimal", sizes.few), "minimal server"
+    if tree:
+        other, against = replace(ours, tree=tree), "other copy"
+    for kind, (_, arguments) in KINDS.items():
+        call = (f"call.{kind}", arguments, sizes.calls)
+        batch = (f"call.{kind}", arguments, sizes.batch)
+
+        def latency(side: Any, call: Any = call) -> float:
+            return float(side.latency(*call))
+
+        def throughput(side: Any, batch: Any = batch) -> float:
+            return float(side.throughput(*batch))
+
+        def overhead(sides: Any, call: Any = call) -> float:
+            return float(sides[0].latency(*call) - sides[1].latency(*call))
+
+        yield Row(f"call, {kind}", latency, ours, other, against, 1.10)
+        yield Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, other, against, 1.10, "calls/s", True)
+        yield Row(f"call, {kind}", latency, ours, ExecutorAlone(), "Executor alone")
+        yield Row(f"routing overhead of a call, {kind}", overhead, (ours, other), 5e-3, "limit", 1.0)
+        if kind == "dict":
+            yield Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, 1e-3, "limit", 1.0, "calls/s", True)
+        if existing:
+            theirs = Server("existing", sizes.few, python=existing)
+            yield Row(f"call, {kind}", latency, ours, theirs, "existing package")
+            rate = Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, theirs, "existing package")
+            yield replace(rate, unit="calls/s", slow=True)
+
+    def listing(side: Any) -> float:
+        return float(side.listing(max(1, sizes.lists // side.server.count)))
+
+    for count, era, names in itertools.product(
+        dict.fromkeys((sizes.few, sizes.many)), (HANDSHAKE, MODERN), ("module-id", "portable")
+    ):
+        named, theirs = replace(ours, count=count, era=era, names=names), replace(other, count=count, era=era)
+        yield Row(f"tools/list, {count} tools, {era}, {names}", listing, named, theirs, against, 1.0)
+    if existing:
+        theirs = Server("existing", sizes.few, python=existing)
+        yield Row(f"tools/list, {sizes.few} tools", listing, ours, theirs, "existing package")
+
+    def start(count: int) -> float:
+        """From the registry to the first answer, by module."""
+        with contextlib.closing(Side(Server("ours", count=count))) as side:
+            side.listing(1)
+            answered = time.monotonic()  # one clock for all processes
+            return (answered - float(side.call("bench.grow", {})["started"])) / count
+
+    def listing_by_module(side: Any) -> float:
+        return listing(side) / int(side.server.count)
+
+    # By module, and from there on: what is sent of fewer fits into a processor's cache, which is cheaper for anybody.
+    base = f"{sizes.many} modules"
+    yield Row(f"start with {sizes.most} modules, by module", start, sizes.most, sizes.many, base, 1.2, slow=True)
+    most, many = (replace(ours, count=count) for count in (sizes.most, sizes.many))
+    yield Row(f"tools/list, {sizes.most} modules, by module", listing_by_module, most, many, base, 1.2)
+
+    yield from _starts()
+    yield from _http(sizes, ours, other, against)
+    yield from _limits(sizes)
+
+
+def _starts() -> Iterator[Row]:
+    def run(arguments: list[str]) -> float:
+        """How long a Python runs, or until it has answered `tools/list`."""
+        begin, asked = time.perf_counter(), FIRST_LIST if arguments is STARTED else b""
+        process = subprocess.run(
+            [sys.executable, *arguments], input=asked, capture_output=True, cwd=ROOT, timeout=60, check=True
+        )
+        assert not asked or b'"tools"' in process.stdout
+        return time.perf_counter() - begin
+
+    imports = ["-c", "import apcore_mcp"], ["-c", "import apcore"]
+    yield Row("start and end of a server, examples", run, STARTED, ["-c", DISCOVERED], "SDK and discover()", slow=True)
+    yield Row("import apcore_mcp", run, *imports, "import apcore", slow=True)
+
+
+def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[Row]:
+    ours, other = replace(ours, http=True), replace(other, http=True)
+    for clients in (1, 10):
+
+        def load(side: Any, clients: int = clients) -> float:
+            return float(side.load("call.small", KINDS["small"][1], sizes.load, clients))
+
+        yield Row(f"HTTP calls, {clients} at a time", load, ours, other, against, 1.10, "calls/s")
+    yield Row("HTTP calls, 10 at a time", load, ours, 1e-2, "limit", 1.0, "calls/s")
+
+    def work(side: Any) -> float:
+        return float(side.load("call.busy", KINDS["dict"][1], sizes.load, 10))
+
+    if "workers" in inspect.signature(apcore_mcp.serve).parameters:
+        two, one = replace(ours, workers=2), replace(ours, workers=1)
+        yield Row("HTTP calls that keep a core busy, 2 workers", work, two, one, "1 worker", unit="calls/s", slow=True)
+
+
+def _limits(sizes: Sizes) -> Iterator[Row]:
+    few, growing = sizes.few, Server("ours", sizes.few, names="auto")  # a server of their own: it grows
+
+    def time_of(work: Any) -> float:
+        begin = time.perf_counter()
+        assert len(work()) == few
+        return (time.perf_counter() - begin) / few
+
+    def register(side: Any) -> float:
+        """What so many new modules add to a call and a `tools/list`, by module."""
+        times = []
+        for count in (few, 0):
+            begin = time.perf_counter()
+            side.call("bench.grow", {"count": count})
+            side.listing(1)
+            times.append(time.perf_counter() - begin)
+        return (times[0] - times[1]) / few
+
+    def memory(side: Any) -> float:
+        side.call("bench.grow", {"trace": True})
+        before = side.call("bench.grow", {"count": few})
+        side.listing(1)
+        after = side.call("bench.grow", {"trace": False})
+        return float(after["taken"] - before["taken"] - before["taken_by_registry"]) / few
+
+    convert, models = apcore_mcp.to_openai_tools, modules(few, Order)
+    yield Row("to_openai_tools(), by module", time_of, partial(convert, modules(few)), 1e-3, "limit", 1.0)
+
+    def define() -> list[Any]:
+        return [models.get_definition(module_id) for module_id in models.list()]
+
+    yield Row("to_openai_tools(), pydantic models", time_of, partial(convert, models), define, "get_definition()")
+    yield Row("register() to the next tools/list, by module", register, growing, 1e-3, "limit", 1.0, slow=True)
+    yield Row("memory of a tool", memory, growing, 50e3, "limit", 1.0, "KB", slow=True)
+
+
+@dataclass
+class Result:
+    row: Row
+    ours: float
+    yardstick: float
+    ratios: list[float]
+
+    def cells(self) -> list[str]:
+        ratio = statistics.median(self.ratios)
+        low, _, high = statistics.quantiles(self.ratios, n=4) if len(self.ratios) > 1 else self.ratios * 3
+        goal = "" if self.row.goal is None else f"{self.row.goal:.2f}{'' if ratio <= self.row.goal else ' missed'}"
+        told = (self._told(cost) for cost in (self.ours, self.yardstick))
+        return [self.row.name, self.row.against, *told, f"{ratio:.2f} ({low:.2f} to {high:.2f})", goal]
+
+    def _told(self, cost: float) -> str:
+        scaled = {"ms": cost * 1e3, "KB": cost / 1e3, "calls/s": 1 / cost}[self.row.unit]
+        return f"{scaled:,.{3 if scaled < 1 else 2 if scaled < 10 else 0}f} {self.row.unit}"
+
+
+def compare(row: Row, rounds: int, pool: Pool) -> Result:
+    """Measure both, `rounds` times, in turn first; where that is more than once, a round to warm up comes before."""
+    pool.start(row.ours, row.yardstick)
+    costs: dict[bool, list[float]] = {True: [], False: []}
+    warm_up = 0 if rounds == 1 else 1
+    for number in range(warm_up + (-(-rounds // 3) if row.slow else rounds)):
+        for is_ours in (True, False) if number % 2 else (False, True):
+            cost = pool.cost(row.measure, row.ours if is_ours else row.yardstick)
+            if number >= warm_up:
+                costs[is_ours].append(cost)
+    ratios = [ours / yardstick for ours, yardstick in zip(costs[True], costs[False], strict=True)]
+    return Result(row, statistics.median(costs[True]), statistics.median(costs[False]), ratios)
+
+
+HEADINGS = ["", "beside", "ours", "theirs", "ratio (quartiles)", "goal"]
+
+
+def as_line(cells: list[str], *, markdown: bool) -> str:
+    if markdown:
+        return f"| {' | '.join(cells)} |"
+    widths = (52, 18, 15, 15, 22, 0)
+    return " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def machine() -> str:
+    versions = [f"{name} {version(name)}" for name in ("mcp", "apcore")] + [f"apcore-mcp {apcore_mcp.__version__}"]
+    place = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    return f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}, {place}"
+
+
+def install_existing(directory: str) -> str:
+    """A Python with the `apcore-mcp` of the package index, in an environment of its own."""
+    venv.create(directory, with_pip=True)
+    python = str(next(Path(directory).glob("*/python*")))
+    subprocess.run([python, "-m", "pip", "install", "-q", "apcore-mcp"], check=True, timeout=300)
+    return python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.benchmarks", description="What apcore-mcp costs, as ratios.")
+    parser.add_argument("--quick", action="store_true", help="tiny counts: whether it runs")
+    parser.add_argument("--rounds", type=int, help="how often each pair is measured")
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
+    parser.add_argument("--markdown", action="store_true", help="a table for the README")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="measure beside another copy of this project")
+    parser.add_argument("--existing", action="store_true", help="also beside the package index's apcore-mcp")
+    arguments = parser.parse_args()
+    sizes = QUICK if arguments.quick else FULL
+    with contextlib.ExitStack() as stack:
+        existing = install_existing(stack.enter_context(tempfile.TemporaryDirectory())) if arguments.existing else None
+        pool = stack.enter_context(contextlib.closing(Pool()))
+        print(machine(), end="\n\n")
+        print(as_line(HEADINGS, markdown=arguments.markdown))
+        if arguments.markdown:
+            print("| --- | --- | ---: | ---: | ---: | ---: |")
+        wanted = [row for row in rows(sizes, arguments.against, existing) if re.search(arguments.only, row.name)]
+        if arguments.quick:  # they may disturb each other's figures
+            for row in wanted:
+                pool.start(row.ours, row.yardstick)
+        for row in wanted:
+            result = compare(row, arguments.rounds or sizes.rounds, pool)
+            print(as_line(result.cells(), markdown=arguments.markdown), flush=True)
+    print(f"\n{READING}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,24 @@
+"""The benchmarks run, whatever they find (us): no time is looked at here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the yardstick drives its pipes from the event loop")
+@pytest.mark.timeout(120)
+def test_every_row_of_the_benchmarks_has_its_figures() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--markdown"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    headings, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert headings[2:5] == ["ours", "theirs", "ratio (quartiles)"]
+    assert {row[1] for row in rows} >= {"minimal server", "Executor alone", "limit", "import apcore", "1 worker"}
+    for name, _, *figures, _ in rows:
+        assert all(re.match(r"-?[\d,]+(\.\d+)?\b", figure) for figure in figures), name

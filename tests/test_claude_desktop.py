@@ -1,0 +1,109 @@
+"""Claude Desktop, which cannot run here: the lines that it writes to a server's stdin, as its own log shows them
+(`mcp-server-*.log`), replayed against the real program with default options."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RawClient, command
+
+# What follows its start, all at once; it asks for the tools twice, and for prompts whatever the server declares.
+OPENING = [
+    '{"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":%s,'
+    '"clientInfo":{"name":"claude-ai","version":"0.1.0"}},"jsonrpc":"2.0","id":0}',
+    '{"method":"notifications/initialized","jsonrpc":"2.0"}',
+    '{"method":"tools/list","params":{},"jsonrpc":"2.0","id":1}',
+    '{"method":"tools/list","params":{},"jsonrpc":"2.0","id":2}',
+    '{"method":"resources/list","params":{},"jsonrpc":"2.0","id":3}',
+    '{"method":"prompts/list","params":{},"jsonrpc":"2.0","id":4}',
+]
+CAPABILITIES = ["{}", '{"extensions":{"io.modelcontextprotocol/ui":{"mimeTypes":["text/html;profile=mcp-app"]}}}']
+WORKDAYS = {"start": "2026-01-01", "end": "2026-01-12"}
+LEGAL = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")  # it refuses the whole list for one other name
+
+
+def opened(client: RawClient, capabilities: str = "{}") -> dict[int, dict[str, Any]]:
+    """Say what Claude Desktop says first. The answers by id."""
+    client.send_line(OPENING[0].replace("%s", capabilities).encode())
+    answers = [client.receive()]
+    for line in OPENING[1:]:
+        client.send_line(line.encode())
+    answers += [client.receive() for _ in range(4)]
+    return {answer["id"]: answer for answer in answers}
+
+
+def call(client: RawClient, request_id: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    params = {"name": name, "arguments": arguments}
+    message = {"method": "tools/call", "params": params, "jsonrpc": "2.0", "id": request_id}
+    client.send_line(json.dumps(message, separators=(",", ":")).encode())
+    answer = client.receive()
+    assert answer["id"] == request_id
+    result: dict[str, Any] = answer["result"]
+    return result
+
+
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=["2025", "2026"])
+def test_the_opening_is_answered_as_it_expects(capabilities: str) -> None:
+    with RawClient(command()) as client:
+        answers = opened(client, capabilities)
+        assert answers[0]["result"]["protocolVersion"] == "2025-06-18", "it closes the connection for any other"
+        tools = answers[1]["result"]["tools"]
+        assert len(tools) == 14
+        assert answers[2]["result"]["tools"] == tools
+        assert [tool["name"] for tool in tools if not LEGAL.match(tool["name"])] == []
+        assert answers[3]["result"]["resources"]
+        assert answers[4]["error"]["code"] == -32601, "a server without prompts says so"
+        assert client.end()[0] == 0
+
+
+def test_every_tool_can_be_called_under_either_spelling() -> None:
+    exported = subprocess.run(command("--export", "mcp"), capture_output=True, text=True, timeout=60, check=True)
+    module_ids = [tool["name"] for tool in json.loads(exported.stdout)]
+    with RawClient(command()) as client:
+        shown = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
+        assert [module_id.replace(".", "-") for module_id in module_ids] == shown
+        assert call(client, 5, "calendar-workdays", WORKDAYS) == call(client, 6, "calendar.workdays", WORKDAYS)
+        for number, name in enumerate([*shown, *module_ids], 7):
+            result = call(client, number, name, {"no such": "argument"})
+            assert not result["content"][0]["text"].startswith("Module not found"), name
+
+
+def test_a_name_that_is_too_long_is_shortened_and_works(tmp_path: Path) -> None:
+    folder = tmp_path / ("long_" * 9 + "a") / ("name_" * 6 + "b")
+    folder.mkdir(parents=True)
+    (folder / "greet.py").write_text(LONG)
+    (tmp_path / "short.py").write_text(LONG)
+    with RawClient([*command()[:4], str(tmp_path)]) as client:
+        names = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
+        assert len(names) == 2
+        assert all(map(LEGAL.match, names))
+        assert max(map(len, names)) == 64
+        long = f"{folder.parent.name}.{folder.name}.greet"
+        assert len(long) > 64
+        for number, name in enumerate([*names, long], 5):
+            assert call(client, number, name, {})["structuredContent"] == {"said": "hello"}
+
+
+LONG = """
+from pydantic import BaseModel
+
+class Nothing(BaseModel):
+    pass
+
+class Said(BaseModel):
+    said: str
+
+class Greet:
+    description = "Says hello"
+    input_schema = Nothing
+    output_schema = Said
+
+    def execute(self, inputs, context):
+        return {"said": "hello"}
+"""
+
