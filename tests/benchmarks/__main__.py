@@ -317,7 +317,7 @@ def machine() -> str:
 def install_existing(directory: str) -> str:
     """A Python with the `apcore-mcp` of the package index, in an environment of its own."""
     venv.create(directory, with_pip=True)
-    python = str(next(Path(directory).glob("*/python*")))
+    python = str(Path(directory, "bin", "python"))
     subprocess.run([python, "-m", "pip", "install", "-q", "apcore-mcp"], check=True, timeout=300)
     return python
 
