@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 # Which keywords of a schema hold schemas (JSON Schema 2020-12, and draft 7's for older modules). What stands under any
 # other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
-_SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas $defs definitions".split())
+_SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
 _SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems items".split())
 _SCHEMA_PLACES = frozenset(
     "items additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
@@ -110,6 +110,8 @@ _WITH_SCHEMAS = _SCHEMA_MAPS | _SCHEMA_LISTS | _SCHEMA_PLACES
 _TYPES = frozenset("object array string integer number boolean null".split())
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 
+# What references lead to or by; nothing is left of it when they are written out.
+_FOR_REFERENCES = frozenset("$defs definitions $id $anchor $dynamicAnchor".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
@@ -124,7 +126,8 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchem
 
     def inside(keyword: str, value: Any) -> Any:
         if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            return {name: one(item) for name, item in value.items()}
+            kept = list if keyword == "dependencies" else ()  # there, a list is one of property names
+            return {name: item if isinstance(item, kept) else one(item) for name, item in value.items()}
         if keyword in _SCHEMA_LISTS and isinstance(value, list):
             return [one(item) for item in value]
         return one(value)
@@ -148,30 +151,32 @@ class _SchemaConverter:
     """Write what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
 
     The result accepts exactly what the schema accepts. It is refused with ValueError for a reference to itself, one
-    more than 32 references deep and one of more than 50,000 nodes; with KeyError for a reference to nothing.
+    more than 32 references deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference
+    to nothing.
     """
 
     def __init__(self, schema: JSONSchema) -> None:
         self._schema = schema
         self._resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
         self._nodes = 0
-        self._open = ["#"]  # the references being written out, outermost first
+        self._open = {id(schema): "#"}  # the schemas being written out, outermost first, and how they were referred to
 
     def inline(self) -> JSONSchema:
-        """Return the schema without references and without the root's definitions. Source: SRS FR-SCHEMA-002."""
-        root = {key: value for key, value in self._schema.items() if key not in ("$defs", "definitions")}
+        """Return the schema without references and without definitions. Source: SRS FR-SCHEMA-002."""
         try:
-            return self._visit(root)
+            return self._visit(self._schema, may_have_id=True)
         except RecursionError:
             raise ValueError("Schema is nested too deeply") from None
 
-    def _visit(self, node: JSONSchema) -> JSONSchema:
+    def _visit(self, node: JSONSchema, *, may_have_id: bool = False) -> JSONSchema:
         self._nodes += 1
         if self._nodes > _NODES_MAX:
             raise ValueError(f"Schema has more than {_NODES_MAX} nodes when its references are written out")
         if not _TYPES.issuperset(_types(node)) or not isinstance(node.get("required", []), list):
             raise ValueError(f"Not a JSON Schema: {node!r:.80}")
-        result = _map_subschemas(node, self._visit)
+        if "$dynamicRef" in node or ("$id" in node and not may_have_id):
+            raise ValueError("$dynamicRef, and $id anywhere but in a definition, are not supported")
+        result = _map_subschemas({k: v for k, v in node.items() if k not in _FOR_REFERENCES}, self._visit)
         if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
             result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
@@ -185,20 +190,23 @@ class _SchemaConverter:
     def _target(self, ref: Any) -> JSONSchema:
         if not isinstance(ref, str):
             raise ValueError(f"$ref must be a string, got {ref!r:.80}")
-        if ref in self._open:
-            steps = [*self._open[self._open.index(ref) :], ref]
-            raise ValueError(f"Circular reference: {' -> '.join(map(_last_step, steps))}")
         if len(self._open) > _REF_DEPTH_MAX:
             raise ValueError(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
         try:
-            target = self._resolver.lookup(ref).contents
+            resolved = self._resolver.lookup(ref)
         except Unresolvable:
             raise KeyError(_last_step(ref)) from None
+        target = resolved.contents
         if not isinstance(target, dict):
             return {} if target else {"not": {}}
-        self._open.append(ref)
-        inlined = self._visit({key: value for key, value in target.items() if key not in ("$id", "$anchor")})
-        self._open.pop()
+        if id(target) in self._open:
+            steps = [*self._open.values()][[*self._open].index(id(target)) :]
+            raise ValueError(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
+        outer, self._resolver = self._resolver, resolved.resolver
+        self._open[id(target)] = ref
+        inlined = self._visit(target, may_have_id=True)
+        del self._open[id(target)]
+        self._resolver = outer
         return inlined
 
 
@@ -246,21 +254,21 @@ def _as_sent(schema: JSONSchema, *, redact: bool) -> JSONSchema:
     return _plain({**change(schema), "type": "object"}) if schema and _admits_object(schema) else {}
 
 
-def _any_node(schema: JSONSchema, test: Callable[[JSONSchema], bool]) -> bool:
-    """Whether `schema`, or a schema anywhere inside it, passes `test`."""
-    found = [test(schema)]
+def _nodes(schema: JSONSchema, level: int = 1) -> list[tuple[int, JSONSchema]]:
+    """`schema` and every schema inside it, each with its level: one more inside the properties of an object."""
+    found, inner = [(level, schema)], level + ("properties" in schema)
 
     def look(node: JSONSchema) -> JSONSchema:
-        found.append(_any_node(node, test))
+        found.extend(_nodes(node, inner))
         return node
 
     _map_subschemas(schema, look)
-    return any(found)
+    return found
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
     """Whether a field anywhere in `schema` is marked `x-sensitive`."""
-    return _any_node(schema, lambda node: node.get("x-sensitive") is True)
+    return any(node.get("x-sensitive") is True for _, node in _nodes(schema))
 
 
 def _views(schema: Any) -> Iterator[JSONSchema]:
@@ -317,7 +325,11 @@ def _split_media(schema: JSONSchema, *, redact: bool) -> tuple[JSONSchema, dict[
     return {**schema, "properties": rest, "required": required}, media
 
 
-_STRICT_DROPS = frozenset("title default examples discriminator $schema $id $comment".split())
+# Whatever constrains a value, and the one annotation that a model is to read.
+_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, *"then else minContains maxContains description".split()])
+
+
+_STRICT_KINDS = frozenset(("type", "enum", "const", "anyOf"))
 
 
 def _to_strict(schema: JSONSchema) -> JSONSchema:
@@ -326,7 +338,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
     """
-    strict = {k: v for k, v in _map_subschemas(schema, _to_strict).items() if k not in _STRICT_DROPS and k[:2] != "x-"}
+    strict = {key: value for key, value in _map_subschemas(schema, _to_strict).items() if key in _STRICT_KEEPS}
     if "properties" in schema or "object" in _types(schema):
         required, properties = schema.get("required", ()), strict.get("properties", {})
         strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
@@ -2049,11 +2061,30 @@ def _warn_of_strict(tool: _Tool, strict: JSONSchema) -> None:
     """Name what strict mode takes away from a module, and what OpenAI refuses of the rest."""
 
     text = "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode"
-    if _any_node(tool.input_schema, lambda node: node.get("additionalProperties", False) is not False):
+    if any(node.get("additionalProperties", False) is not False for _, node in _nodes(tool.input_schema)):
         logger.warning(text, tool.module_id)
     text = "Schema for module '%s' is incompatible with OpenAI's strict mode: %s"
-    if refused := detect_openai_strict_incompatibilities(strict):
+    if refused := [*detect_openai_strict_incompatibilities(strict), *_beyond_strict(strict)]:
         logger.warning(text, tool.module_id, ", ".join(refused))
+
+
+def _beyond_strict(strict: JSONSchema) -> list[str]:
+    """Which of the limits that OpenAI publishes for structured outputs the schema passes."""
+    nodes = _nodes(strict)
+    names = [name for _, node in nodes for name in node.get("properties", ())]
+    enums = [[str(choice) for choice in node["enum"]] for _, node in nodes if "enum" in node]
+    texts = [*names, *(choice for enum in enums for choice in enum)]
+    inner = [schema for _, node in nodes for schema in (*node.get("properties", {}).values(), *node.get("anyOf", ()))]
+    inner += [node["items"] for _, node in nodes if "items" in node]
+    limits = {
+        "a value of any type": any(schema in (True, False) or not schema.keys() & _STRICT_KINDS for schema in inner),
+        "more than 10 levels": any(level > 10 for level, node in nodes if "properties" in node),
+        "more than 5,000 properties": len(names) > 5_000,
+        "more than 1,000 enum values": sum(map(len, enums)) > 1_000,
+        "more than 15,000 characters in one enum": any(len(e) > 250 and len("".join(e)) > 15_000 for e in enums),
+        "more than 120,000 characters of names and enum values": len("".join(texts)) > 120_000,
+    }
+    return [limit for limit, passed in limits.items() if passed]
 
 
 def from_openai_call(
