@@ -1396,6 +1396,7 @@ class _Bridge:
 # ---- HTTP: the Starlette app and the guard before it ----
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?", re.ASCII)
 
 
 def _is_address(host: str) -> bool:
@@ -1426,13 +1427,16 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         request, posts = Request(scope), scope["method"] == "POST"
-        host = request.headers.get("host", "")
+        host, given = request.headers.get("host", ""), request.headers.getlist("origin")
         origins = [f"http://{host}", f"https://{host}"]
         path, prefix = scope["path"].removeprefix(scope.get("root_path", "")), self._bridge.options.explorer_prefix
-        for_page = "origin" in request.headers or (self._bridge.options.explorer and path.startswith(prefix))
+        for_page = bool(given) or (self._bridge.options.explorer and path.startswith(prefix))
         hosts = self._hosts or ([host] if _is_address(host) or not for_page else [])
+        hosts = hosts if _HOST.fullmatch(host) else []  # or "127.0.0.1:@elsewhere" would pass for one with any port
         settings = TransportSecuritySettings(allowed_hosts=hosts, allowed_origins=origins)
         refusal = await TransportSecurityMiddleware(settings).validate_request(request, is_post=posts)
+        if not {*given} <= {*origins}:  # which looks at the first of them only
+            refusal = PlainTextResponse("Invalid Origin header", 403)
         if refusal is None and self._bridge.closing:
             refusal = PlainTextResponse("Server is shutting down", 503)
         app = self._app if refusal is None else refusal
@@ -1642,6 +1646,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 # ---- stdio: pipes, and who owns the standard streams ----
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
+_UNANSWERED_MAX = 250  # requests of one client that are worked at; the next one waits, unless some of these wait for it
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
@@ -1761,6 +1766,8 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         self._reader, self._writer, self._end_input, self._finish = wire
         self._bridge = bridge
         self._unanswered: Counter[str] = Counter()
+        self._questions: set[object] = set()  # the server's own requests that the client has not answered
+        self._sending, self._settled = asyncio.Lock(), asyncio.Event()
         self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
@@ -1785,15 +1792,27 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             if isinstance(message, JSONRPCRequest):
                 self._unanswered[str(message.id)] += 1
                 self._bridge.activity.__enter__()
-            elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
+            elif not isinstance(message, JSONRPCNotification):
+                self._questions.discard(message.id)
+            elif b'"id"' in line and "id" in json.loads(line):  # one that is no id, or it would be a request
+                await self._refuse(line)
+                continue
+            elif message.method == "notifications/cancelled":
                 self._settle((message.params or {}).get("requestId"))  # a cancelled request is not answered
             return SessionMessage(message)
         await self._bridge.finish()
         raise StopAsyncIteration
 
     async def _read_line(self) -> bytes:
-        """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped."""
+        """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped.
+
+        Not while the client leaves unread what it has asked for, or has asked for very much.
+        """
         dropped = 0
+        while self._unanswered.total() - len(self._questions) >= _UNANSWERED_MAX:
+            self._settled.clear()
+            await self._settled.wait()
+        await self._drain()
         while True:
             try:
                 line = await self._reader.readuntil(b"\n")
@@ -1808,24 +1827,36 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             dropped = 0
 
     async def send(self, item: SessionMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCResponse
+        from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 
         message = item.message
-        await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
+        if isinstance(message, JSONRPCRequest):
+            self._questions.add(message.id)
+            self._settled.set()
+        async with self._sending:  # one at a time, or all would be written out in memory while nobody reads
+            await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
         if isinstance(message, JSONRPCResponse | JSONRPCError):
             self._settle(message.id)
 
     async def _write(self, line: str) -> None:
+        self._writer.write(line.encode() + b"\n")
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait until the client has read most of what was written."""
         try:
-            self._writer.write(line.encode() + b"\n")
             await self._writer.drain()
         except OSError:  # the client reads no more: for us, it has gone
             self._end_input()
 
     def _settle(self, request_id: object) -> None:
-        if self._unanswered[str(request_id)] > 0:
-            self._unanswered[str(request_id)] -= 1
+        key = str(request_id)
+        if key in self._unanswered:
+            self._unanswered[key] -= 1
+            if not self._unanswered[key]:
+                del self._unanswered[key]
             self._bridge.activity.__exit__()
+            self._settled.set()
 
     async def _refuse(self, line: bytes, reason: str = "Parse error: line is not JSON") -> None:
         """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
@@ -1835,7 +1866,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.loads(line)
             code, reason = -32600, "Invalid request: not a single JSON-RPC message"
-            if isinstance(decoded, dict) and isinstance(decoded.get("id"), str | int):
+            if isinstance(decoded, dict) and type(decoded.get("id")) in (str, int):
                 request_id = decoded["id"]
         await self._write(json.dumps({"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}))
 

@@ -1,0 +1,60 @@
+"""What each Python client is asked to do, in terms that all of them have. Runs in the client's own environment.
+
+A client's script calls `main()` with a function that connects to a target (a URL, or a command to start) and yields
+an Adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT_SECONDS = 60
+
+
+@dataclass
+class Adapter:
+    """A connected client: coroutine functions, or None where the client has no such thing."""
+
+    names: Callable[[], Any]  # -> names of tools
+    call: Callable[[str, dict[str, Any]], Any]  # name, arguments -> (text, value or None, whether it is an error)
+    read: Callable[[str], Any] | None  # uri -> text
+    calls_any_name: bool = True  # or only tools that it has been told of
+
+
+async def check(client: Adapter) -> dict[str, str]:
+    """Each check with "yes", "-" where the client cannot, or what came instead."""
+    results, names = {}, list(await client.names())
+    workdays = next(name for name in names if name in ("calendar.workdays", "calendar-workdays"))
+    results["list"] = "yes" if len(names) == 14 else f"{len(names)} tools"
+    text, value, is_error = await client.call(workdays, {"start": "2026-01-01", "end": "2026-01-12"})
+    value = json.loads(text) if value is None else value
+    results["structured output"] = "yes" if value.get("workdays") == 8 and not is_error else f"{text} {value}"[:200]
+    text, _, is_error = await client.call(workdays, {"start": "soon", "end": "2026-01-12"})
+    results["validation error"] = "yes" if is_error and "- start: " in text else text[:200]
+    if client.calls_any_name:
+        text, _, is_error = await client.call("no.such_tool", {})
+        results["unknown tool"] = "yes" if is_error and "no.such_tool" in text else text[:200]
+    else:
+        results["unknown tool"] = "-"
+    results["resource"] = "-"
+    if client.read is not None:
+        text = await client.read("docs://finance.loan_schedule")
+        results["resource"] = "yes" if "annuity" in text else text[:200]
+    return results
+
+
+def main(connect: Callable[[Any], AbstractAsyncContextManager[Adapter]]) -> None:
+    """Connect to the URL or start the command in the arguments; print the checks as one line of JSON."""
+    target: Any = sys.argv[1] if sys.argv[1].startswith("http") else sys.argv[1:]
+
+    async def run() -> dict[str, str]:
+        async with asyncio.timeout(LIMIT_SECONDS), connect(target) as client:
+            return await check(client)
+
+    print(json.dumps(asyncio.run(run())))
