@@ -1611,10 +1611,10 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
         raise group.exceptions[0] from None
 
 
-def _listen(options: _Options) -> socket.socket:
-    """A listening socket on the options' host and port; OSError when it is taken."""
+def _listen(options: _Options, *, share: bool = False) -> socket.socket:
+    """A listening socket on the options' host and port; OSError when it is taken, unless by others that `share` it."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048, reuse_port=share)
     # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
 
@@ -2131,7 +2131,8 @@ def from_openai_call(
     Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
     at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
     Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
-    ValueError when `arguments` is no JSON object, or for a shortened name that no module has.
+    ValueError when `arguments` is no JSON object, for a shortened name that no module has, and for a module that
+    `to_openai_tools` leaves out.
     """
     registry = _Options(registry_or_executor).registry
     module_id = from_openai_name(name, registry)
@@ -2142,7 +2143,10 @@ def from_openai_call(
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
     descriptor = registry.get_definition(module_id)
-    return module_id, inputs if descriptor is None else _drop_nulls(inputs, _input_schema(descriptor))
+    try:
+        return module_id, inputs if descriptor is None else _drop_nulls(inputs, _input_schema(descriptor))
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"Module {module_id!r} is no function: {error}") from None
 
 
 # ---- Doors: the command line's own ----
@@ -2351,55 +2355,60 @@ def _block(
 
 
 def _block_on_workers(options: _Options) -> None:
-    """Serve from several processes that accept from one socket, until told to end.
+    """Serve from several processes on one port, until told to end.
 
     A worker that is killed is replaced; one that ends with an error, as all would, ends the server with RuntimeError.
     """
     from multiprocessing import get_context, parent_process, process
     from multiprocessing.connection import wait
 
-    listener, workers, ending = _listen(options), dict[int, process.BaseProcess](), threading.Event()
+    workers, ending = dict[int, tuple[process.BaseProcess, socket.socket]](), threading.Event()
+    listeners = [_listen(options)] * options.workers
+    if sys.platform == "linux":
+        # There each connection goes to one of the sockets that share a port; of one socket, whichever worker is the
+        # first to wake takes all.
+        listeners[0].close()
+        listeners = [_listen(options, share=True) for _ in range(options.workers)]
 
-    def work() -> None:
-        def stop_with_parent(stop: Callable[[], None]) -> None:
-            if parent := parent_process():
-                parent.join()
-            stop()
+    def stop_with_parent(stop: Callable[[], None]) -> None:
+        if parent := parent_process():
+            parent.join()
+        stop()
 
-        def watch(stop: Callable[[], None]) -> None:
-            threading.Thread(target=stop_with_parent, args=(stop,), daemon=True).start()
+    def watch(stop: Callable[[], None]) -> None:
+        threading.Thread(target=stop_with_parent, args=(stop,), daemon=True).start()
 
-        _block(options, watch, listener)
-
-    def start() -> None:
+    def start(listener: socket.socket) -> None:
         # Only a fork takes along the modules that were registered, which no other process could load again.
-        worker = get_context("fork").Process(target=work)
+        worker = get_context("fork").Process(target=_block, args=(options, watch, listener))
         worker.start()
-        workers[worker.sentinel] = worker
+        workers[worker.sentinel] = worker, listener
 
     def stop() -> None:
         ending.set()
-        for worker in workers.values():
+        for worker, _ in workers.values():
             worker.terminate()
 
     if options.metrics_collector is not None:
         logger.warning("Each worker process counts its own calls, and /metrics shows those of whichever answers")
     failure: int | None = None
-    for _ in range(options.workers):  # before the signals are ours, which a worker would inherit
-        start()
-    with listener, _stopped_by_signals(stop):
+    for listener in listeners:  # before the signals are ours, which a worker would inherit
+        start(listener)
+    with _stopped_by_signals(stop):
         while workers:
             for sentinel in cast(list[int], wait(list(workers))):
-                worker = workers.pop(sentinel)
+                worker, listener = workers.pop(sentinel)
                 worker.join()
                 if ending.is_set():
                     continue
                 if (status := worker.exitcode or 0) < 0:
                     logger.error("Worker process %d was killed by signal %d and is replaced", worker.pid, -status)
-                    start()
+                    start(listener)
                 else:
                     failure = status
                     stop()
+    for listener in listeners:
+        listener.close()
     if failure is not None:
         raise RuntimeError(f"A worker process ended with status {failure}")
 

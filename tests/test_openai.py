@@ -505,6 +505,12 @@ def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> 
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
+def test_a_call_of_a_module_that_is_left_out_is_refused_in_words() -> None:
+    dangling = FunctionalModule(echo, input_schema={"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}})
+    with pytest.raises(ValueError, match=r"Module 'm\.a' is no function"):
+        from_openai_call(registry_of({"m.a": dangling}), "m-a", "{}")
+
+
 @QUICK
 @given(st.data())
 def test_what_a_model_sends_in_strict_mode_comes_back_as_the_inputs_it_meant(data: st.DataObject) -> None:

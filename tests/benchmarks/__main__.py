@@ -222,7 +222,7 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
     yield Row("HTTP calls, 10 at a time", load, ours, 1e-2, "limit", 1.0, "calls/s")
 
     def work(side: Any) -> float:
-        return float(side.load("call.busy", KINDS["dict"][1], sizes.load, 10))
+        return float(side.load("call.busy", KINDS["dict"][1], sizes.load, 40))
 
     if "workers" in inspect.signature(apcore_mcp.serve).parameters:
         two, one = replace(ours, workers=2), replace(ours, workers=1)
