@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("apcore_mcp").setLevel(options["log_level"])
     # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
-    owns_stdout = _standard_streams() if export or options["transport"] == "stdio" else contextlib.nullcontext()
+    owned = export or options["transport"] == "stdio"
+    owns_stdout = _standard_streams(for_good=not export) if owned else contextlib.nullcontext()
     try:
         with owns_stdout:
             registry = _discover(directory)

@@ -1117,6 +1117,7 @@ class _ExecutionRouter:
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._validate_inputs = catalog, executor, options.validate_inputs
         self._may_park = options.workers == 1  # or the retry might reach a process that knows nothing of it
+        self.admit: Callable[[Any], Awaitable[None]] | None = None  # given a request id, waits until the call may run
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
         self.activity = _Activity()
@@ -1134,6 +1135,8 @@ class _ExecutionRouter:
                 logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
                 return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
             logger.debug("Tool call: %s", tool.module_id)
+            if self.admit is not None:
+                await self.admit(ctx.request_id)
             if params.request_state is not None:
                 return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
             call = _Call(tool, params.arguments or {}, ctx, may_park=self._may_park)
@@ -1395,6 +1398,7 @@ class _Bridge:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
+_SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?", re.ASCII)
 
@@ -1420,7 +1424,7 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
         from starlette.responses import PlainTextResponse
 
         if scope["type"] != "http":
@@ -1440,7 +1444,7 @@ class _Guard:
         if refusal is None and self._bridge.closing:
             refusal = PlainTextResponse("Server is shutting down", 503)
         app = self._app if refusal is None else refusal
-        with self._bridge.activity if posts else contextlib.nullcontext():
+        with self._bridge.activity if posts else contextlib.nullcontext(), contextlib.suppress(ClientDisconnect):
             await app(scope, receive, send)
 
 
@@ -1602,7 +1606,8 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
         finally:
             bridge.cancel_tasks()
         return
-    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless)
+    idle = None if options.stateless else _SESSION_IDLE_SECONDS
+    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, session_idle_timeout=idle)
     routes = [*(Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")), *own]
     try:
         async with sessions.run():
@@ -1646,25 +1651,26 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 # ---- stdio: pipes, and who owns the standard streams ----
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
-_UNANSWERED_MAX = 250  # requests of one client that are worked at; the next one waits, unless some of these wait for it
+_CALLS_MAX = 250  # calls of one client that run, or whose answers it has not read; more wait for their turn
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
 
 @contextlib.contextmanager
-def _standard_streams() -> Iterator[tuple[int, int]]:
+def _standard_streams(*, for_good: bool = False) -> Iterator[tuple[int, int]]:
     """Take fd 0 and fd 1 for the protocol, as private duplicates that nobody else writes to.
 
     Until the outermost context ends, fd 0 is at its end and fd 1 is stderr: whatever modules, C code or child processes
-    print misses the protocol. The command line enters this before it imports the first module, `serve()` again inside.
-    RuntimeError when the process has no standard streams, or another thread serves them.
+    print misses the protocol; `for_good` also what they print while the process ends. The command line enters this
+    before it imports the first module, `serve()` again inside. RuntimeError when the process has no standard streams,
+    or another thread serves them.
     """
     if not _claim_lock.acquire(blocking=False):
         raise RuntimeError("stdin and stdout are taken: another server of this process uses them")
     with contextlib.ExitStack() as stack:
         stack.callback(_claim_lock.release)
         if not _claimed:
-            _divert(stack)
+            _divert(contextlib.ExitStack() if for_good else stack)
         yield _claimed[0]
 
 
@@ -1754,6 +1760,16 @@ async def _open_anything(read_fd: int, write_fd: int) -> Wire:
     return reader, writer, reader.feed_eof, functools.partial(threads[1].join, 1)
 
 
+def _take(counter: Counter[str], key: str) -> bool:
+    """Whether there was one, and there is one less now."""
+    if key not in counter:
+        return False
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+    return True
+
+
 class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
     """One client at the other end of a wire, as the stream of messages (both ways) that the SDK's server runs on.
 
@@ -1765,9 +1781,9 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     def __init__(self, wire: Wire, bridge: _Bridge) -> None:
         self._reader, self._writer, self._end_input, self._finish = wire
         self._bridge = bridge
-        self._unanswered: Counter[str] = Counter()
-        self._questions: set[object] = set()  # the server's own requests that the client has not answered
-        self._sending, self._settled = asyncio.Lock(), asyncio.Event()
+        self._unanswered, self._admitted = Counter[str](), Counter[str]()
+        self._sending, self._places = asyncio.Lock(), asyncio.Semaphore(_CALLS_MAX)
+        bridge.router.admit = self._admit
         self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
@@ -1792,12 +1808,10 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             if isinstance(message, JSONRPCRequest):
                 self._unanswered[str(message.id)] += 1
                 self._bridge.activity.__enter__()
-            elif not isinstance(message, JSONRPCNotification):
-                self._questions.discard(message.id)
-            elif b'"id"' in line and "id" in json.loads(line):  # one that is no id, or it would be a request
-                await self._refuse(line)
+            elif isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
+                await self._refuse(line)  # it is no id, or this would be a request
                 continue
-            elif message.method == "notifications/cancelled":
+            elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
                 self._settle((message.params or {}).get("requestId"))  # a cancelled request is not answered
             return SessionMessage(message)
         await self._bridge.finish()
@@ -1806,12 +1820,9 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     async def _read_line(self) -> bytes:
         """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped.
 
-        Not while the client leaves unread what it has asked for, or has asked for very much.
+        Not while the client leaves unread what it has asked for.
         """
         dropped = 0
-        while self._unanswered.total() - len(self._questions) >= _UNANSWERED_MAX:
-            self._settled.clear()
-            await self._settled.wait()
         await self._drain()
         while True:
             try:
@@ -1827,12 +1838,9 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             dropped = 0
 
     async def send(self, item: SessionMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
+        from mcp_types import JSONRPCError, JSONRPCResponse
 
         message = item.message
-        if isinstance(message, JSONRPCRequest):
-            self._questions.add(message.id)
-            self._settled.set()
         async with self._sending:  # one at a time, or all would be written out in memory while nobody reads
             await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
         if isinstance(message, JSONRPCResponse | JSONRPCError):
@@ -1849,14 +1857,16 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         except OSError:  # the client reads no more: for us, it has gone
             self._end_input()
 
+    async def _admit(self, request_id: object) -> None:
+        """Wait for a place among the calls that run. Each keeps its own until its answer is written."""
+        await self._places.acquire()
+        self._admitted[str(request_id)] += 1
+
     def _settle(self, request_id: object) -> None:
-        key = str(request_id)
-        if key in self._unanswered:
-            self._unanswered[key] -= 1
-            if not self._unanswered[key]:
-                del self._unanswered[key]
+        if _take(self._unanswered, str(request_id)):
             self._bridge.activity.__exit__()
-            self._settled.set()
+        if _take(self._admitted, str(request_id)):
+            self._places.release()
 
     async def _refuse(self, line: bytes, reason: str = "Parse error: line is not JSON") -> None:
         """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
@@ -2322,8 +2332,11 @@ def _block(
 
     def handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # A cancelled call does not wait for its thread, so nobody fetches what a module raises that was told to end.
-        if not isinstance(context.get("exception"), ExecutionCancelledError):
+        if (error := context.get("exception")) is None:
             loop.default_exception_handler(context)
+        elif not isinstance(error, ExecutionCancelledError):  # without its text, which may quote a sensitive value
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("%s: %s\n%s", context["message"], type(error).__name__, trace)
 
     loop.set_exception_handler(handle_exception)
 
