@@ -845,13 +845,17 @@ class _ToolCatalog:
         if not self._changed:
             return
         with self._lock:
-            changed = {self._changed.popleft() for _ in range(len(self._changed))}
-            built = map(self._build, changed & {*self._eligible()})
-            kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
-            tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
-            self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
-            self._listings = {}
-            self._tools = dict(sorted(tools.items()))
+            for _ in range(3):  # a module that changes while it is looked at is looked at again, but not for ever
+                if self._changed:
+                    self._apply({self._changed.popleft() for _ in range(len(self._changed))})
+
+    def _apply(self, changed: set[str]) -> None:
+        built = map(self._build, changed & {*self._eligible()})
+        kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
+        tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
+        self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
+        self._listings = {}
+        self._tools = dict(sorted(tools.items()))
 
     def _build(self, module_id: str) -> _Tool | None:
         try:
@@ -2081,9 +2085,9 @@ def to_openai_tools(
     """
     options = _Options(registry_or_executor, tags=tags, prefix=prefix)
     catalog = _ToolCatalog(options.registry, options.tags, options.prefix)
+    listed, tools = catalog.tools, []
     catalog.close()
-    tools = []
-    for module_id, tool in catalog.tools.items():
+    for module_id, tool in listed.items():
         if "-" in module_id:
             raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
         suffix = _description_suffix(tool.descriptor.annotations) if embed_annotations else ""
@@ -2169,11 +2173,12 @@ def _export(options: _Options, form: str) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
     registry, tags, prefix = options.registry, options.tags, options.prefix
     catalog = _ToolCatalog(registry, tags, prefix, redact_output=options.redact_output)
+    listing = catalog.listing(portable=options.tool_names == "portable")
     catalog.close()
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
     if form == "mcp":
-        return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
+        return json.dumps(listing, indent=2)
     return json.dumps(to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix), indent=2)
 
 

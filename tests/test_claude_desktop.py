@@ -1,8 +1,9 @@
-"""Claude Desktop, which cannot run here: the lines that it writes to a server's stdin, as its own log shows them
-(`mcp-server-*.log`), replayed against the real program with default options."""
+"""Claude Desktop, which cannot run here: the lines that it writes to a server's stdin (`claude_desktop.jsonl`), in the
+form its own log shows (`mcp-server-*.log`), replayed against the real program with default options."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -10,26 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RawClient, command
+from apcore import Registry
+from conftest import EXTENSIONS, RawClient, command
 
-# What follows its start, all at once; it asks for the tools twice, and for prompts whatever the server declares.
-OPENING = [
-    '{"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":%s,'
-    '"clientInfo":{"name":"claude-ai","version":"0.1.0"}},"jsonrpc":"2.0","id":0}',
-    '{"method":"notifications/initialized","jsonrpc":"2.0"}',
-    '{"method":"tools/list","params":{},"jsonrpc":"2.0","id":1}',
-    '{"method":"tools/list","params":{},"jsonrpc":"2.0","id":2}',
-    '{"method":"resources/list","params":{},"jsonrpc":"2.0","id":3}',
-    '{"method":"prompts/list","params":{},"jsonrpc":"2.0","id":4}',
-]
+# The opening follows its start, all at once; it asks for the tools twice, and for prompts whatever the server declares.
+*OPENING, CALL = Path(__file__).with_name("claude_desktop.jsonl").read_text().splitlines()
 CAPABILITIES = ["{}", '{"extensions":{"io.modelcontextprotocol/ui":{"mimeTypes":["text/html;profile=mcp-app"]}}}']
-WORKDAYS = {"start": "2026-01-01", "end": "2026-01-12"}
 LEGAL = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")  # it refuses the whole list for one other name
 
 
 def opened(client: RawClient, capabilities: str = "{}") -> dict[int, dict[str, Any]]:
     """Say what Claude Desktop says first. The answers by id."""
-    client.send_line(OPENING[0].replace("%s", capabilities).encode())
+    client.send_line(OPENING[0].replace('"capabilities":{}', f'"capabilities":{capabilities}').encode())
     answers = [client.receive()]
     for line in OPENING[1:]:
         client.send_line(line.encode())
@@ -38,8 +31,7 @@ def opened(client: RawClient, capabilities: str = "{}") -> dict[int, dict[str, A
 
 
 def call(client: RawClient, request_id: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    params = {"name": name, "arguments": arguments}
-    message = {"method": "tools/call", "params": params, "jsonrpc": "2.0", "id": request_id}
+    message = json.loads(CALL) | {"params": {"name": name, "arguments": arguments}, "id": request_id}
     client.send_line(json.dumps(message, separators=(",", ":")).encode())
     answer = client.receive()
     assert answer["id"] == request_id
@@ -58,19 +50,28 @@ def test_the_opening_is_answered_as_it_expects(capabilities: str) -> None:
         assert [tool["name"] for tool in tools if not LEGAL.match(tool["name"])] == []
         assert answers[3]["result"]["resources"]
         assert answers[4]["error"]["code"] == -32601, "a server without prompts says so"
+        client.send_line(CALL.encode())
+        assert client.receive()["result"]["structuredContent"]["workdays"] == 8
         assert client.end()[0] == 0
 
 
 def test_every_tool_can_be_called_under_either_spelling() -> None:
     exported = subprocess.run(command("--export", "mcp"), capture_output=True, text=True, timeout=60, check=True)
     module_ids = [tool["name"] for tool in json.loads(exported.stdout)]
+    registry = Registry(extensions_dir=str(EXTENSIONS))
+    registry.discover()
+    numbers = itertools.count(5)
     with RawClient(command()) as client:
         shown = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
         assert [module_id.replace(".", "-") for module_id in module_ids] == shown
-        assert call(client, 5, "calendar-workdays", WORKDAYS) == call(client, 6, "calendar.workdays", WORKDAYS)
-        for number, name in enumerate([*shown, *module_ids], 7):
-            result = call(client, number, name, {"no such": "argument"})
+        for name in [*shown, *module_ids]:
+            result = call(client, next(numbers), name, {"no such": "argument"})
             assert not result["content"][0]["text"].startswith("Module not found"), name
+        for module_id in registry.list():
+            (inputs, *_) = [dict(example.inputs) for example in registry.get_definition(module_id).examples]
+            result = call(client, next(numbers), module_id, inputs)
+            assert not result["isError"], (module_id, result)
+            assert call(client, next(numbers), module_id.replace(".", "-"), inputs) == result
 
 
 def test_a_name_that_is_too_long_is_shortened_and_works(tmp_path: Path) -> None:
