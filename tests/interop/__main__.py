@@ -1,8 +1,9 @@
 """Run this package's server under clients that nobody here wrote, and print what they made of it.
 
     python -m tests.interop               install what is missing, run everything, print a table
-    python -m tests.interop --only ai     clients whose name matches a regular expression
+    python -m tests.interop --only ai     clients whose name matches a regular expression (or "conformance")
     python -m tests.interop --markdown    the tables of the README
+    python -m tests.interop --scenarios   each scenario of the conformance suite, with what it did not like
 
 Everything is installed below ~/.cache/apcore-mcp-interop (or $XDG_CACHE_HOME): Python clients in an environment each,
 from the package index; those in JavaScript, with a Node.js, from npm. It takes some minutes the first time.
@@ -16,6 +17,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -76,40 +78,68 @@ NOT_OFFERED = {
 }
 
 
-def run(command: list[str], *, seconds: int = 600, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"}
-    options = {"env": {**environment, "NODE_FOLDER": str(NODE)}, **options}
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, **options)  # type: ignore[call-overload,no-any-return]
+def run(command: list[str], *, seconds: int = 600, cwd: Path = ROOT, era: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, or for so long; whatever it has started and left behind is killed."""
+    path = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "NODE_FOLDER": str(NODE), "ERA": era}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def reason(error: Exception | str) -> str:
+    """Why a program failed, in a line: what it wrote to stderr, without the traceback or the advice around it."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done after {error.timeout:g} seconds"
+    stderr = error if isinstance(error, str) else getattr(error, "stderr", None) or str(error)
+    lines = re.findall(r"^[\s|]*((?:\w[\w.]*(?:Error|Exception)|ERROR|npm error code)\b.*)$", stderr, re.MULTILINE)
+    return str((lines or stderr.splitlines() or ["no word"])[-1]).replace("|", "/")[:150]
+
+
+def install_node(package: str) -> str:
+    """Install Node.js and every package of npm's where this one is missing; its version."""
+    described = NODE / "node_modules" / package / "package.json"
+    if not (NODE_PROGRAM.exists() and described.exists()):
+        NODE.mkdir(parents=True, exist_ok=True)
+        (NODE / "package.json").write_text('{"private": true}')
+        for packages in (NODE_PACKAGES[:1], NODE_PACKAGES):  # its Node decides what the rest may be
+            run(["npm", "install", "--no-fund", "--no-audit", *packages], cwd=NODE).check_returncode()
+    return str(json.loads(described.read_text())["version"])
 
 
 def install(client: Client) -> str:
     """Install the client where it is missing; its version."""
     if client.environment is None:
-        if not NODE_PROGRAM.exists():
-            NODE.mkdir(parents=True, exist_ok=True)
-            (NODE / "package.json").write_text('{"private": true}')
-            for packages in (NODE_PACKAGES[:1], NODE_PACKAGES):  # its Node decides what the rest may be
-                run(["npm", "install", "--no-fund", "--no-audit", *packages], cwd=NODE).check_returncode()
-        return str(json.loads((NODE / "node_modules" / client.package / "package.json").read_text())["version"])
+        return install_node(client.package)
     python = CACHE / client.environment / "bin" / "python"
-    if not python.exists():
+    told = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
+    if not python.exists() or run(told).returncode:
         venv.create(python.parent.parent, with_pip=True)
         run([str(python), "-m", "pip", "install", "-q", client.requirement or client.package]).check_returncode()
-    told = run([str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"])
-    return told.stdout.strip()
+    return run(told).stdout.strip()
 
 
 def checks(client: Client, *target: str) -> dict[str, str]:
     """What the client's script found at a URL, or with a server that it starts."""
     program = sys.executable if client.environment is None else str(CACHE / client.environment / "bin" / "python")
     program = str(NODE_PROGRAM) if client.script.endswith(".mjs") else program
-    environment = {**os.environ, "NODE_FOLDER": str(NODE), "ERA": client.era}
     try:
-        done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, env=environment)
-        found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return dict.fromkeys(CHECKS, "no answer")
+        done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, era=client.era)
+        if done.returncode == 0:
+            found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+            return found
+        wrong = reason(done.stderr)
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        wrong = reason(error)
+    return dict.fromkeys(CHECKS, f"no answer: {wrong}")
 
 
 @contextlib.contextmanager
@@ -118,16 +148,23 @@ def serving(command: list[str]) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with subprocess.Popen([*command, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+    process = subprocess.Popen([*command, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"The server does not start: {' '.join(command)}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
         try:
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}/mcp"
-        finally:
-            process.terminate()
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def row(client: Client) -> list[str]:
@@ -135,7 +172,7 @@ def row(client: Client) -> list[str]:
     try:
         name = f"{client.name} ({install(client)})"
     except (OSError, subprocess.SubprocessError) as error:
-        return [client.name, f"cannot be installed here: {type(error).__name__}", *[""] * (len(CHECKS) - 1)]
+        return [client.name, f"not installed: {reason(error)}", *[""] * (len(CHECKS) - 1)]
     options = ["--tool-names", "portable"] if client.agent else []
     found = {"stdio": checks(client, *SERVER, *options)}
     with serving([*SERVER, *options, "--transport", "streamable-http", "--port"]) as url, ThreadPoolExecutor(2) as two:
@@ -147,20 +184,38 @@ def row(client: Client) -> list[str]:
     return [name, *cells]
 
 
-def conformance(spec_version: str) -> list[str]:
-    """The official suite's line: how many checks pass, what others ask for that is not offered, and the rest."""
-    suite = json.loads((NODE / "node_modules" / "conformance" / "package.json").read_text())["version"]
+def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
+    """The official suite's line: how many checks pass, what others ask for that is not offered, and the rest.
+
+    With it comes a line for each of its scenarios.
+    """
+    suite = f"conformance suite ({install_node('conformance')})"
     with serving([sys.executable, "-m", "tests.interop.conformance"]) as url, tempfile.TemporaryDirectory() as results:
         program = [str(NODE_PROGRAM), str(NODE / "node_modules" / "conformance" / "dist" / "index.js"), "server"]
-        run([*program, "--url", url, "--spec-version", spec_version, "--suite", "all", "-o", results], seconds=300)
-        checks = [check for file in Path(results).glob("*/checks.json") for check in json.loads(file.read_text())]
-    passed = [check["id"] for check in checks if check["status"] == "SUCCESS"]
-    failed = [check["id"] for check in checks if check["status"] == "FAILURE"]
-    excused = [(reason, each) for reason, ids in NOT_OFFERED.items() for each in failed if re.search(ids, each)]
-    wrong = {*failed} - {each for _, each in excused}
-    reasons = ", ".join(dict.fromkeys(reason for reason, _ in excused))
-    cells = [spec_version, str(len(passed)), f"{len(excused)}: {reasons}", ", ".join(sorted(wrong)) or "none"]
-    return [f"conformance suite ({suite})", *cells]
+        options = ["--url", url, "--spec-version", spec_version, "--suite", "all", "-o", results]
+        done = run([*program, *options], seconds=300)
+        found = {file.parent.name: json.loads(file.read_text()) for file in sorted(Path(results).glob("*/checks.json"))}
+    if not found:
+        return [suite, spec_version, "0", "", f"did not run: {reason(done.stderr)}"], []
+    passed, excused, wrong, scenarios = 0, [], [], []
+    for folder, checks in found.items():
+        told = []
+        for check in checks:
+            excuse = next((why for why, ids in NOT_OFFERED.items() if re.search(ids, check["id"])), None)
+            if check["status"] == "FAILURE" and excuse:
+                excused.append(excuse)
+                told.append(f"not offered: {excuse}")
+            elif check["status"] == "FAILURE":
+                wrong.append(check["id"])
+                told.append(f"{check['id']} failed: {check.get('errorMessage')}")
+            elif check["status"] == "WARNING":
+                told.append(f"{check['id']} warned: {check.get('errorMessage')}")
+        successes = sum(check["status"] == "SUCCESS" for check in checks)
+        passed += successes
+        name = re.sub(r"^server-|-\d{4}-\d\d-\d\dT.*", "", folder)
+        scenarios.append([spec_version, name, str(successes), "; ".join(dict.fromkeys(told))])
+    reasons = f"{len(excused)}: {', '.join(why for why in NOT_OFFERED if why in excused)}"
+    return [suite, spec_version, str(passed), reasons, ", ".join(wrong) or "none"], scenarios
 
 
 def show(headings: list[str], rows: list[list[str]], *, markdown: bool) -> None:
@@ -175,17 +230,24 @@ def show(headings: list[str], rows: list[list[str]], *, markdown: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.interop", description="This package's server under other clients.")
-    parser.add_argument("--only", default="", metavar="REGEX", help="clients whose name matches")
+    parser.add_argument("--only", default="", metavar="REGEX", help="clients whose name matches, or the suite")
     parser.add_argument("--markdown", action="store_true", help="tables for the README")
+    parser.add_argument("--scenarios", action="store_true", help="a line for each scenario of the conformance suite")
     arguments = parser.parse_args()
     ours = f"apcore-mcp {apcore_mcp.__version__}, mcp {version('mcp')}, apcore {version('apcore')}"
     print(f"{datetime.date.today()}, {ours}\n")
-    rows = [row(client) for client in CLIENTS if re.search(arguments.only, client.name, re.IGNORECASE)]
-    show(["client", *CHECKS], rows, markdown=arguments.markdown)
-    if not arguments.only and NODE_PROGRAM.exists():
+    if rows := [row(client) for client in CLIENTS if re.search(arguments.only, client.name, re.IGNORECASE)]:
+        show(["client", *CHECKS], rows, markdown=arguments.markdown)
+    if re.search(arguments.only, "conformance suite", re.IGNORECASE):
+        try:
+            ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28")]
+        except (OSError, subprocess.SubprocessError) as error:
+            sys.exit(f"The conformance suite does not run: {reason(error)}")
         headings = ["suite", "protocol", "checks that pass", "about what is not offered", "failed"]
-        lines = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28")]
-        show(headings, lines, markdown=arguments.markdown)
+        show(headings, [summary for summary, _ in ran], markdown=arguments.markdown)
+        if arguments.scenarios:
+            headings = ["protocol", "scenario", "checks that pass", "others"]
+            show(headings, [line for _, scenarios in ran for line in scenarios], markdown=arguments.markdown)
 
 
 if __name__ == "__main__":
