@@ -131,7 +131,8 @@ def server(program: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
     port, log = free_port(), tmp_path_factory.mktemp("log") / "stderr"
     with log.open("wb") as stderr, subprocess.Popen([*program, str(port)], cwd=ROOT, stderr=stderr) as process:
         try:
-            until(lambda: b"server started" in log.read_bytes())
+            until(lambda: b"server started" in log.read_bytes() or process.poll() is not None, seconds=40)
+            assert process.poll() is None, log.read_text()
             served = Server(process.pid, port, log)
             with httpx.Client(timeout=15, verify=False) as client:  # what is made on first use is no leak
                 endpoint = f"http://127.0.0.1:{port}/mcp"
