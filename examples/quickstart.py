@@ -6,6 +6,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 from mcp import StdioServerParameters
 from mcp.client import Client
@@ -16,7 +17,7 @@ SERVER = StdioServerParameters(
     command=sys.executable,
     args=["-m", "apcore_mcp", "--extensions-dir", str(EXTENSIONS), "--log-level", "WARNING"],
 )
-CALLS = [
+CALLS: list[tuple[str, dict[str, Any]]] = [
     ("text.analyze", {"text": "The cat sat. The dog did not!", "top": 1}),
     ("calendar.workdays", {"start": "2025-04-14", "end": "2025-04-25", "region": "germany"}),
     ("calendar.workdays", {"start": "2025-04-14", "region": "atlantis"}),  # a mistake, and how a model is told
@@ -31,7 +32,7 @@ async def main() -> None:
         for name, arguments in CALLS:
             result = await client.call_tool(name, arguments)
             print(f"\n> {name} {arguments}")
-            print(result.structured_content or result.content[0].text)
+            print(result.structured_content or getattr(result.content[0], "text", result.content))
 
 
 if __name__ == "__main__":
