@@ -710,7 +710,11 @@ def _place_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
 # ---- Documents: what a person reads of a tool; pure ----
 
 _SAMPLE_TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
-_SAMPLE_TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
+_SAMPLE_TEXTS |= {
+    "uuid": "123e4567-e89b-12d3-a456-426614174000",
+    "email": "ann@example.com",
+    "uri": "https://a.example",
+}
 
 
 def _sample(schema: Any) -> Any:
@@ -845,28 +849,30 @@ class _ToolCatalog:
         if not self._changed:
             return
         with self._lock:
-            for _ in range(3):  # a module that changes while it is looked at is looked at again, but not for ever
-                if self._changed:
-                    self._apply({self._changed.popleft() for _ in range(len(self._changed))})
-
-    def _apply(self, changed: set[str]) -> None:
-        built = map(self._build, changed & {*self._eligible()})
-        kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
-        tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
-        self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
-        self._listings = {}
-        self._tools = dict(sorted(tools.items()))
+            changed = {self._changed.popleft() for _ in range(len(self._changed))}
+            built = map(self._build, changed & {*self._eligible()})
+            kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
+            tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
+            self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
+            self._listings = {}
+            self._tools = dict(sorted(tools.items()))
 
     def _build(self, module_id: str) -> _Tool | None:
         try:
-            descriptor = self._registry.get_definition(module_id)
-            if descriptor is None:
-                raise LookupError("it has no definition (unregistered meanwhile?)")
-            return _Tool.build(descriptor, redact_output=self._redact_output)
+            return _Tool.build(self._define(module_id), redact_output=self._redact_output)
         except Exception as error:  # one bad module never takes the others down
             reason = f"definition {error} is missing" if type(error) is KeyError else error
             logger.warning("Module %s is left out: %s", module_id, reason)
             return None
+
+    def _define(self, module_id: str) -> ModuleDescriptor:
+        while True:
+            module, descriptor = self._registry.get(module_id), self._registry.get_definition(module_id)
+            if module is None or descriptor is None:
+                raise LookupError("it has no definition (unregistered meanwhile?)")
+            # apcore looks a module up first and then what is said of it, which may be of its successor.
+            if module is self._registry.get(module_id):
+                return descriptor
 
 
 def _watch(registry: Registry) -> Callable[[], None]:
@@ -1500,9 +1506,7 @@ class _Explorer:
         definition = tool.definition(portable=self._options.tool_names == "portable")
         endpoint = None if self._options.transport == "sse" else f"{request.scope.get('root_path', '')}/mcp"
         beside = {"documentation": tool.documentation, "examples": [vars(e) for e in tool.descriptor.examples]}
-        return self._answer(
-            {**definition, **beside, "allowExecute": self._options.allow_execute, "endpoint": endpoint}
-        )
+        return self._answer({**definition, **beside, "allowExecute": self._options.allow_execute, "endpoint": endpoint})
 
     async def call(self, request: Request) -> Response:
         """Run a tool like any other call, by a client that cannot be asked; to go away cancels it."""
@@ -1730,7 +1734,6 @@ async def _open_pipes(read_fd: int, write_fd: int) -> Wire:
     sink, protocol = await loop.connect_write_pipe(
         lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(os.dup(write_fd), "wb", 0)
     )
-
 
     def leave_as_found() -> None:
         for fd in (read_fd, write_fd):
@@ -2085,9 +2088,9 @@ def to_openai_tools(
     """
     options = _Options(registry_or_executor, tags=tags, prefix=prefix)
     catalog = _ToolCatalog(options.registry, options.tags, options.prefix)
-    listed, tools = catalog.tools, []
     catalog.close()
-    for module_id, tool in listed.items():
+    tools = []
+    for module_id, tool in catalog.tools.items():
         if "-" in module_id:
             raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
         suffix = _description_suffix(tool.descriptor.annotations) if embed_annotations else ""
@@ -2173,12 +2176,11 @@ def _export(options: _Options, form: str) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
     registry, tags, prefix = options.registry, options.tags, options.prefix
     catalog = _ToolCatalog(registry, tags, prefix, redact_output=options.redact_output)
-    listing = catalog.listing(portable=options.tool_names == "portable")
     catalog.close()
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
     if form == "mcp":
-        return json.dumps(listing, indent=2)
+        return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
     return json.dumps(to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix), indent=2)
 
 
