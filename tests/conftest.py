@@ -73,7 +73,10 @@ def serving(source: Registry | Executor, **options: Any) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def connect(
-    modules: Mapping[str, Any] | Registry | Executor, *, mode: str = MODERN, client: dict[str, Any] | None = None,
+    modules: Mapping[str, Any] | Registry | Executor,
+    *,
+    mode: str = MODERN,
+    client: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
     """The SDK's client, connected over streamable HTTP to a server of `modules` with `options`.
@@ -175,5 +178,3 @@ class RawClient:
 def mode(request: pytest.FixtureRequest) -> str:
     """Both protocol eras, one after the other."""
     return str(request.param)
-
-

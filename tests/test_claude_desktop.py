@@ -107,4 +107,3 @@ class Greet:
     def execute(self, inputs, context):
         return {"said": "hello"}
 """
-

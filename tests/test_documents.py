@@ -24,7 +24,7 @@ SECTIONS = [
     "8. Security Considerations",
 ]
 
-MODULE = '''
+MODULE = """
 from pydantic import BaseModel, Field
 from typing import Literal
 from datetime import date
@@ -56,7 +56,7 @@ class Everything:
 
     def execute(self, inputs, context):
         return {"done": True}
-'''
+"""
 
 
 def exported(directory: object, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
@@ -109,7 +109,7 @@ def test_an_example_is_made_up_from_the_schema_when_the_module_has_none(
     (tmp_path / "takes.py").write_text(MODULE)
     (sections,) = exported(tmp_path, capsys).values()
     check_examples(sections, "takes")
-    assert "| `text` | string | Yes | A \\| B C | `\"textxxxxx\"` |" in sections[SECTIONS[2]]
+    assert '| `text` | string | Yes | A \\| B C | `"textxxxxx"` |' in sections[SECTIONS[2]]
     assert "| `either` | integer or string | Yes |" in sections[SECTIONS[2]]
     assert "| `maybe` | string or null | Yes |" in sections[SECTIONS[2]]
 

@@ -582,7 +582,6 @@ async def test_a_stream_that_breaks_the_output_schema_is_an_error(mode: str) -> 
 STREAMS: dict[str, list[Any]] = {"nothing": [], "wrong": [{"n": "x"}], "right": [{"n": 1}, {"n": 2}]}
 
 
-
 @pytest.mark.parametrize(
     ("streaming", "token"),
     [pytest.param(True, False, id="no-token"), pytest.param(False, True, id="not-annotated")],

@@ -274,9 +274,7 @@ serve(registry, transport="streamable-http", port={port}, stateless=True, worker
 
 
 @needs_fork
-async def test_with_workers_nobody_is_asked_so_no_answer_can_reach_the_wrong_process(
-    tmp_path: Path, mode: str
-) -> None:
+async def test_with_workers_nobody_is_asked_so_no_answer_can_reach_the_wrong_process(tmp_path: Path, mode: str) -> None:
     port = free_port()
     script = tmp_path / "asks.py"
     script.write_text(ASKER.format(port=port))

@@ -306,7 +306,6 @@ async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
         assert await asyncio.gather(*map(answer, order)) == [{"n": n, "answer": {"name": f"user {n}"}} for n in order]
 
 
-
 async def test_parked_calls_end_when_the_server_stops() -> None:
     ended: queue.Queue[str] = queue.Queue()
 
