@@ -30,7 +30,8 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync""".split()
+    --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
+expect.set_options(timeout=20_000)
 REBOUND = "rebound.example"
 PAGES = Path(__file__).parent / "pages"
 PHONE = {"width": 360, "height": 740}
@@ -167,7 +168,7 @@ def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         def new(**options: Any) -> Page:
             context = browser.new_context(**options)
             contexts.callback(context.close)
-            context.set_default_timeout(15_000)
+            context.set_default_timeout(20_000)
             page = context.new_page()
             page.on("pageerror", lambda error: problems.append(str(error)))
             return page
