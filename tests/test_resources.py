@@ -96,5 +96,8 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         async with asyncio.timeout(20):
             await told.wait()
         assert [r.uri for r in (await client.list_resources()).resources] == ["docs://late.module"]
+        told.clear()
         registry.unregister("late.module")
+        async with asyncio.timeout(20):  # also because the SDK's SSE client fails when it is told while it closes
+            await told.wait()
         assert (await client.list_resources()).resources == []
