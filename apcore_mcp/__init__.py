@@ -12,7 +12,7 @@
 Without Python: `python -m apcore_mcp --extensions-dir ./extensions`. Everything is in `core.py`.
 """
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 from .core import (
     MCP_ELICIT_KEY,

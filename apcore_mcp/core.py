@@ -1924,6 +1924,7 @@ _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask o
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port; else this machine's on a loopback address, any elsewhere"
 _OWN_PATHS = ("/mcp", "/sse", "/messages", "/health", "/metrics")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_CALLABLES = ("on_startup", "on_shutdown", "output_formatter")
 
 
 def _option(default: T, text: str, **flag: Any) -> T:
@@ -1942,6 +1943,7 @@ class _Options:
     port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)")
     name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
     version: str | None = _option(None, "server version told to clients; without one, the package's")
+    instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
     tags: list[str] | None = _option(None, "serve only modules that have all of these tags", nargs="+", metavar="TAG")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
     log_level: str | None = _option(None, "log level of apcore_mcp, on stderr", choices=_LOG_LEVELS)
@@ -1956,6 +1958,8 @@ class _Options:
     workers: int = _option(1, "processes to serve from (streamable-http with --stateless)", metavar="N")
     allowed_hosts: list[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
     metrics_collector: Any = None
+    middleware: list[Any] | None = None
+    output_formatter: Callable[[Any], str] | None = None
     explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
     explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
     allow_execute: bool = _option(False, "let the Tool Explorer run tools")
@@ -1967,13 +1971,14 @@ class _Options:
         _check_filters(self.tags, self.prefix)
         _check_text("name", self.name, longest=255)
         _check_text("version", self.version, optional=True)
+        _check_text("instructions", self.instructions, optional=True)
         for field in dataclasses.fields(self):
             value, kind, choices = getattr(self, field.name), type(field.default), field.metadata.get("choices")
             if choices and value is not None and not isinstance(value, ApprovalHandler):
                 object.__setattr__(self, field.name, _chosen(field.name, value, choices))
             if kind in (bool, int) and type(value) is not kind:
                 raise TypeError(f"{field.name} must be {kind.__name__}, got {type(value).__name__}")
-            if field.name.startswith("on_") and value is not None and not callable(value):
+            if field.name in _CALLABLES and value is not None and not callable(value):
                 raise TypeError(f"{field.name} must be callable or None, got {type(value).__name__}")
         if self.transport != "stdio":
             _check_text("Host", self.host)
@@ -1986,6 +1991,7 @@ class _Options:
             given = type(self.metrics_collector).__name__
             raise TypeError(f"metrics_collector must have an export_prometheus() method, got {given}")
         _check_texts("allowed_hosts", self.allowed_hosts)
+        _check_middleware(self.middleware)
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
 
@@ -2051,6 +2057,15 @@ def _check_texts(name: str, values: object) -> None:
     items = () if values is None else values
     if isinstance(items, str) or not isinstance(items, Iterable) or not all(isinstance(item, str) for item in items):
         raise TypeError(f"{name} must be a list of strings, got {values!r}")
+
+
+def _check_middleware(values: object) -> None:
+    if not values:
+        return
+    from starlette.middleware import Middleware
+
+    if not isinstance(values, Iterable) or not all(isinstance(item, Middleware) for item in values):
+        raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {values!r}")
 
 
 def _chosen(name: str, value: object, choices: tuple[str, ...]) -> str:

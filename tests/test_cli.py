@@ -100,6 +100,7 @@ def exported_names(output: str) -> list[str]:
         pytest.param(["--name", ""], "server name must not be empty", id="no-name"),
         pytest.param(["--name", "n" * 256], "server name must not exceed 255 characters", id="long-name"),
         pytest.param(["--version", ""], "version must not be empty", id="no-version"),
+        pytest.param(["--instructions", ""], "instructions must not be empty", id="no-instructions"),
         pytest.param(["--host", ""], "Host must not be empty", id="no-host"),
         pytest.param(["--prefix", ""], "prefix must not be empty", id="no-prefix"),
         pytest.param(["--tags", "public", ""], "Tag values must not be empty", id="no-tag"),
@@ -153,6 +154,8 @@ def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.Captur
         "on_startup",
         "on_shutdown",
         "metrics_collector",
+        "middleware",
+        "output_formatter",
     }
     flags = {f"--{name.replace('_', '-')}" for name in options}
     flags |= {"--extensions-dir", "--export", "--metrics", "--help"}

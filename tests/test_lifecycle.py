@@ -22,6 +22,8 @@ from apcore import Executor, Registry
 from conftest import HANDSHAKE, MODERN, connect, echo, free_port, registry_of, serving
 from mcp.client import Client
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Mount
 
 import apcore_mcp
@@ -86,6 +88,7 @@ def assert_free(port: int) -> None:
         pytest.param({"name": ""}, "name must not be empty", id="name-empty"),
         pytest.param({"name": "n" * 256}, "name must not exceed 255 characters", id="name-long"),
         pytest.param({"version": ""}, "version must not be empty", id="version"),
+        pytest.param({"instructions": ""}, "instructions must not be empty", id="instructions"),
         pytest.param({"tags": [""]}, "Tag values must not be empty", id="tag"),
         pytest.param({"tags": ["public", ""]}, "Tag values must not be empty", id="second-tag"),
         pytest.param({"prefix": ""}, "prefix must not be empty", id="prefix"),
@@ -131,6 +134,10 @@ def test_a_value_that_is_not_allowed_is_refused_before_anything_starts(
         {"host": 5},
         {"on_startup": 3},
         {"on_shutdown": "later"},
+        {"instructions": 7},
+        {"output_formatter": "json"},
+        {"middleware": "gzip"},
+        {"middleware": [print]},
         {"no_such_option": 1},
     ],
     ids=str,
@@ -158,6 +165,8 @@ def test_only_a_registry_or_an_executor_can_be_served(door: Callable[..., Any], 
         {"name": "n" * 255, "version": "0"},
         {"tags": [], "prefix": "x", "log_level": None},
         {"on_startup": print, "on_shutdown": None},
+        {"output_formatter": str, "middleware": [], "instructions": "Ask before you write."},
+        {"middleware": [Middleware(GZipMiddleware, minimum_size=500)]},
     ],
     ids=str,
 )
