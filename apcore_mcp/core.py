@@ -1126,7 +1126,7 @@ class _ExecutionRouter:
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._validate_inputs = catalog, executor, options.validate_inputs
-        self._may_park = options.workers == 1  # or the retry might reach a process that knows nothing of it
+        self._may_park = not options.stateless  # or the retry might reach a process that knows nothing of it
         self.admit: Callable[[Any], Awaitable[None]] | None = None  # given a request id, waits until the call may run
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
@@ -1258,12 +1258,12 @@ class _Bridge:
     2026-07-28 on the streams they listen on; a client that does not read holds up only itself.
     """
 
-    def __init__(self, options: _Options, listener: socket.socket | None = None) -> None:
+    def __init__(self, options: _Options) -> None:
         from mcp.server.lowlevel import Server
         from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
-        self.options, self.listener, self.closing = options, listener, False
+        self.options, self.closing = options, False
         self.catalog = _ToolCatalog(options.registry, options.tags, options.prefix, redact_output=options.redact_output)
         self._executor, self._release_executor = options.executor(self.catalog)
         self.router = _ExecutionRouter(self.catalog, self._executor, options)
@@ -1624,10 +1624,10 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
         raise group.exceptions[0] from None
 
 
-def _listen(options: _Options, *, share: bool = False) -> socket.socket:
-    """A listening socket on the options' host and port; OSError when it is taken, unless by others that `share` it."""
+def _listen(options: _Options) -> socket.socket:
+    """A listening socket on the options' host and port; OSError when it is taken."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family, backlog=2048, reuse_port=share)
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
 
@@ -1637,7 +1637,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
 
-    listener = bridge.listener or _listen(bridge.options)
+    listener = _listen(bridge.options)
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
@@ -1955,7 +1955,6 @@ class _Options:
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
-    workers: int = _option(1, "processes to serve from (streamable-http with --stateless)", metavar="N")
     allowed_hosts: list[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
     metrics_collector: Any = None
     middleware: list[Any] | None = None
@@ -1984,8 +1983,6 @@ class _Options:
             _check_text("Host", self.host)
             if not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
-        if self.workers != 1:
-            self._check_workers()
         object.__setattr__(self, "explorer_prefix", _explorer_prefix(self.explorer_prefix))
         if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
             given = type(self.metrics_collector).__name__
@@ -1994,15 +1991,6 @@ class _Options:
         _check_middleware(self.middleware)
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
-
-    def _check_workers(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
-        if self.transport != "streamable-http" or not self.stateless:
-            # A session lives in one process, and the next request of its client may reach another.
-            raise ValueError("More than one worker needs transport='streamable-http' and stateless=True (--stateless)")
-        if not hasattr(os, "fork"):
-            raise ValueError("More than one worker needs a platform with fork(); start several servers instead")
 
     @property
     def registry(self) -> Registry:
@@ -2264,17 +2252,14 @@ def _where(options: _Options) -> str:
         return ""
     url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{options.port}"
     told = f", at {url}{'/sse' if options.transport == 'sse' else '/mcp'}"
-    told += f", explorer at {url}{options.explorer_prefix}/" if options.explorer else ""
-    return told + (f", process {os.getpid()}" if options.workers > 1 else "")
+    return told + (f", explorer at {url}{options.explorer_prefix}/" if options.explorer else "")
 
 
-async def _run(
-    options: _Options, stop: asyncio.Event, started: Callable[[], None], listener: socket.socket | None
-) -> None:
+async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
     serve_transport = _TRANSPORTS[options.transport]
     async with (
-        _Bridge(options, listener) as bridge,
+        _Bridge(options) as bridge,
         serve_transport(bridge) as running,
         _announced(bridge, _where(options)),
     ):
@@ -2345,7 +2330,6 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 def _block(
     options: _Options,
     started: Callable[[Callable[[], None]], None] = lambda stop: None,
-    listener: socket.socket | None = None,
 ) -> None:
     """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
     _set_log_level(options)
@@ -2366,7 +2350,7 @@ def _block(
         with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop
             loop.call_soon_threadsafe(stop.set)
 
-    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread), listener))
+    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread)))
     try:
         with _stopped_by_signals(stop_from_any_thread):
             while not life.done():
@@ -2387,70 +2371,6 @@ def _block(
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
-
-
-def _block_on_workers(options: _Options) -> None:
-    """Serve from several processes on one port, until told to end.
-
-    A worker that is killed is replaced; one that ends with an error, as all would, ends the server with RuntimeError.
-    """
-    from multiprocessing import get_context, parent_process, process
-    from multiprocessing.connection import wait
-
-    workers, ending = dict[int, tuple[process.BaseProcess, socket.socket]](), threading.Event()
-    listeners = [_listen(options)] * options.workers
-    if sys.platform == "linux":
-        # There each connection goes to one of the sockets that share a port; of one socket, whichever worker is the
-        # first to wake takes all.
-        listeners[0].close()
-        listeners = [_listen(options, share=True) for _ in range(options.workers)]
-
-    def stop_with_parent(stop: Callable[[], None]) -> None:
-        if parent := parent_process():
-            parent.join()
-        stop()
-
-    def watch(stop: Callable[[], None]) -> None:
-        threading.Thread(target=stop_with_parent, args=(stop,), daemon=True).start()
-
-    def start(listener: socket.socket) -> None:
-        # Only a fork takes along the modules that were registered, which no other process could load again.
-        worker = get_context("fork").Process(target=_block, args=(options, watch, listener))
-        worker.start()
-        workers[worker.sentinel] = worker, listener
-
-    def stop() -> None:
-        ending.set()
-        for worker, _ in workers.values():
-            worker.terminate()
-
-    if options.metrics_collector is not None:
-        logger.warning("Each worker process counts its own calls, and /metrics shows those of whichever answers")
-    failure: int | None = None
-    for listener in listeners:  # before the signals are ours, which a worker would inherit
-        start(listener)
-    with _stopped_by_signals(stop):
-        while workers:
-            for sentinel in cast(list[int], wait(list(workers))):
-                worker, listener = workers.pop(sentinel)
-                worker.join()
-                if ending.is_set():
-                    continue
-                if (status := worker.exitcode or 0) < 0:
-                    logger.error("Worker process %d was killed by signal %d and is replaced", worker.pid, -status)
-                    start(listener)
-                else:
-                    failure = status
-                    stop()
-    for listener in listeners:
-        listener.close()
-    if failure is not None:
-        raise RuntimeError(f"A worker process ended with status {failure}")
-
-
-def _check_one_process(options: _Options) -> None:
-    if options.workers != 1:
-        raise ValueError("workers is for serve(), which can start processes; elsewhere leave them to the ASGI server")
 
 
 def _set_log_level(options: _Options) -> None:
@@ -2487,7 +2407,6 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     `/messages/`, anything else `/mcp`. `host` and `port` are not listened on, but decide with `allowed_hosts` which
     Host headers are accepted: name the public ones. All other options are those of `serve()`, and so are the errors.
     """
-    _check_one_process(options)
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
     _set_log_level(options)
@@ -2504,7 +2423,6 @@ class MCPServer:
 
     def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
         self._options = _Options(registry_or_executor, **options)
-        _check_one_process(self._options)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] | None = None
@@ -2568,4 +2486,4 @@ def serve(options: _Options) -> None:
         loop = asyncio.get_running_loop()
     if loop is not None:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    (_block if options.workers == 1 else _block_on_workers)(options)
+    _block(options)

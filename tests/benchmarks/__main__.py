@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import inspect
 import itertools
 import os
 import platform
@@ -220,13 +219,6 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
 
         yield Row(f"HTTP calls, {clients} at a time", load, ours, other, against, 1.10, "calls/s")
     yield Row("HTTP calls, 10 at a time", load, ours, 1e-2, "limit", 1.0, "calls/s")
-
-    def work(side: Any) -> float:
-        return float(side.load("call.busy", KINDS["dict"][1], sizes.load, 40))
-
-    if "workers" in inspect.signature(apcore_mcp.serve).parameters:
-        two, one = replace(ours, workers=2), replace(ours, workers=1)
-        yield Row("HTTP calls that keep a core busy, 2 workers", work, two, one, "1 worker", unit="calls/s", slow=True)
 
 
 def _limits(sizes: Sizes) -> Iterator[Row]:

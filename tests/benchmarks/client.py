@@ -44,7 +44,6 @@ class Server:
     side: str
     count: int = 0
     names: str = "module-id"
-    workers: int = 0
     http: bool = False  # in the 2026-07-28 era; else stdio in this one:
     era: str = HANDSHAKE
     tree: Path | None = None  # where `apcore_mcp` is imported from, when not from here
@@ -61,7 +60,7 @@ class Side:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
-        flags = {"count": server.count, "names": server.names, "workers": server.workers, "port": self._port}
+        flags = {"count": server.count, "names": server.names, "port": self._port}
         script = str(Path(__file__).with_name("server.py"))
         self._arguments = [server.python or sys.executable, script, server.side]
         self._arguments += [f"--{flag}={value}" for flag, value in flags.items()]

@@ -21,8 +21,6 @@ import mcp.server.lowlevel  # before `started`: how long the SDK takes to import
 from apcore import Executor, Registry
 from pydantic import BaseModel, Field
 
-BUSY_STEPS = 400_000
-
 
 class Point(BaseModel):
     x: int
@@ -64,14 +62,6 @@ class Echo:
         return dict(inputs)
 
 
-class Busy(Echo):
-    """A module that keeps a core busy for some milliseconds."""
-
-    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        sum(range(BUSY_STEPS))
-        return dict(inputs)
-
-
 class Grow:
     """A module that registers others, and tells when the server started and what memory was taken since `trace`."""
 
@@ -108,7 +98,6 @@ def modules(count: int, schema: Any = ORDER) -> Registry:
     registry = Registry()
     for kind, (its_schema, _) in KINDS.items():
         registry.register(f"call.{kind}", Echo(its_schema))
-    registry.register("call.busy", Busy(TEXT))
     registry.register("bench.grow", Grow(registry))
     add_modules(registry, count - len(registry.list()), schema)
     return registry
@@ -194,7 +183,7 @@ async def serve_pipes(server: Any) -> None:
 
 
 def end_with_parent() -> None:
-    while os.read(0, 1024):  # not `sys.stdin`, whose lock a forked worker would wait for
+    while os.read(0, 1024):  # not `sys.stdin`, whose lock would be missed at the end of the interpreter
         pass
     os._exit(0)
 
@@ -205,7 +194,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
-    parser.add_argument("--workers", type=int, default=0, help="serve without sessions, from so many processes")
     arguments = parser.parse_args()
     registry = modules(arguments.count)
     if arguments.port:  # nothing else would end this server when the benchmark is killed
@@ -225,8 +213,6 @@ def main() -> None:
     options: dict[str, Any] = {"tool_names": arguments.names} if arguments.side == "ours" else {}
     if arguments.port:
         options |= {"transport": "streamable-http", "port": arguments.port}
-    if arguments.workers:
-        options |= {"stateless": True, "workers": arguments.workers}
     Grow.started = time.monotonic()
     serve(registry, **options)
 
