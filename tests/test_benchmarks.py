@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 
+@pytest.mark.once
 @pytest.mark.skipif(sys.platform == "win32", reason="the yardstick drives its pipes from the event loop")
 @pytest.mark.timeout(120)
 def test_every_row_of_the_benchmarks_has_its_figures() -> None:
