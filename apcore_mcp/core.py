@@ -47,10 +47,10 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import quote, unquote, urlsplit
 
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
@@ -63,6 +63,7 @@ from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
@@ -805,17 +806,16 @@ class _ToolCatalog:
     WARNING that names it. `on_change` is called on the thread of the event.
     """
 
-    def __init__(
-        self, registry: Registry, tags: list[str] | None, prefix: str | None, *, redact_output: bool = True
-    ) -> None:
-        self._registry, self._redact_output, self._lock = registry, redact_output, threading.Lock()
-        self._eligible = functools.partial(registry.list, tags=tags or None, prefix=prefix)
+    def __init__(self, options: _Options) -> None:
+        self._registry, self._options, self._lock = options.registry, options, threading.Lock()
+        tags = list(options.tags or ()) or None
+        self._eligible = functools.partial(self._registry.list, tags=tags, prefix=options.prefix)
         self._by_name: dict[str, _Tool] = {}
         self._listings: dict[bool, list[dict[str, Any]]] = {}
         self._tools: dict[str, _Tool] = {}
         self.on_change: Callable[[], None] = lambda: None
         for event in ("register", "unregister"):  # before the first look, or a module could slip in between
-            registry.on(event, self._note_change)
+            self._registry.on(event, self._note_change)
         self._changed = deque(self._eligible())
 
     def close(self) -> None:
@@ -859,7 +859,7 @@ class _ToolCatalog:
 
     def _build(self, module_id: str) -> _Tool | None:
         try:
-            return _Tool.build(self._define(module_id), redact_output=self._redact_output)
+            return _Tool.build(self._define(module_id), redact_output=self._options.redact_output)
         except Exception as error:  # one bad module never takes the others down
             reason = f"definition {error} is missing" if type(error) is KeyError else error
             logger.warning("Module %s is left out: %s", module_id, reason)
@@ -1264,7 +1264,7 @@ class _Bridge:
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
         self.options, self.closing = options, False
-        self.catalog = _ToolCatalog(options.registry, options.tags, options.prefix, redact_output=options.redact_output)
+        self.catalog = _ToolCatalog(options)
         self._executor, self._release_executor = options.executor(self.catalog)
         self.router = _ExecutionRouter(self.catalog, self._executor, options)
         self.activity = self.router.activity
@@ -1919,12 +1919,12 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 
 # ---- Options: every option of `serve()`, once ----
 
+_TAGS_HELP = "serve only modules that have all of these tags"
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port; else this machine's on a loopback address, any elsewhere"
 _OWN_PATHS = ("/mcp", "/sse", "/messages", "/health", "/metrics")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_CALLABLES = ("on_startup", "on_shutdown", "output_formatter")
 
 
 def _option(default: T, text: str, **flag: Any) -> T:
@@ -1944,7 +1944,7 @@ class _Options:
     name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
     version: str | None = _option(None, "server version told to clients; without one, the package's")
     instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
-    tags: list[str] | None = _option(None, "serve only modules that have all of these tags", nargs="+", metavar="TAG")
+    tags: Sequence[str] | None = _option(None, _TAGS_HELP, nargs="+", metavar="TAG")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
     log_level: str | None = _option(None, "log level of apcore_mcp, on stderr", choices=_LOG_LEVELS)
     on_startup: Callable[[], Any] | None = None
@@ -1955,9 +1955,9 @@ class _Options:
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
-    allowed_hosts: list[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
+    allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
     metrics_collector: Any = None
-    middleware: list[Any] | None = None
+    middleware: Sequence[Any] | None = None
     output_formatter: Callable[[Any], str] | None = None
     explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
     explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
@@ -1967,30 +1967,43 @@ class _Options:
         if not isinstance(self.registry_or_executor, Registry | Executor):
             kind = type(self.registry_or_executor).__name__
             raise TypeError(f"Expected Registry or Executor instance, got {kind}")
-        _check_filters(self.tags, self.prefix)
-        _check_text("name", self.name, longest=255)
-        _check_text("version", self.version, optional=True)
-        _check_text("instructions", self.instructions, optional=True)
         for field in dataclasses.fields(self):
-            value, kind, choices = getattr(self, field.name), type(field.default), field.metadata.get("choices")
-            if choices and value is not None and not isinstance(value, ApprovalHandler):
-                object.__setattr__(self, field.name, _chosen(field.name, value, choices))
-            if kind in (bool, int) and type(value) is not kind:
-                raise TypeError(f"{field.name} must be {kind.__name__}, got {type(value).__name__}")
-            if field.name in _CALLABLES and value is not None and not callable(value):
-                raise TypeError(f"{field.name} must be callable or None, got {type(value).__name__}")
+            self._check(field, getattr(self, field.name))
+        if len(self.name) > 255:
+            raise ValueError("name must not exceed 255 characters")
+        if not all(self.tags or ()):
+            raise ValueError("Tag values must not be empty")
         if self.transport != "stdio":
-            _check_text("Host", self.host)
+            if not self.host:
+                raise ValueError("Host must not be empty")
             if not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
         object.__setattr__(self, "explorer_prefix", _explorer_prefix(self.explorer_prefix))
         if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
             given = type(self.metrics_collector).__name__
             raise TypeError(f"metrics_collector must have an export_prometheus() method, got {given}")
-        _check_texts("allowed_hosts", self.allowed_hosts)
-        _check_middleware(self.middleware)
+        if self.middleware:
+            from starlette.middleware import Middleware
+
+            if not all(isinstance(item, Middleware) for item in self.middleware):
+                raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r}")
         if self.dynamic and importlib.util.find_spec("watchdog") is None:
             raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
+
+    def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
+        """Hold one value against its annotation and its choices, of which it becomes the one it is in whatever case."""
+        try:
+            _validators()[field.name].validate_python(value)
+        except ValidationError:
+            raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
+        if isinstance(value, str) and "choices" in field.metadata:
+            by_lower = {choice.lower(): choice for choice in field.metadata["choices"]}
+            if value.lower() not in by_lower:
+                label, choices = field.name.replace("log_level", "log level"), ", ".join(by_lower.values())
+                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {choices}")
+            object.__setattr__(self, field.name, by_lower[value.lower()])
+        elif value == "" and field.name != "host":  # stdio has none
+            raise ValueError(f"{field.name} must not be empty")
 
     @property
     def registry(self) -> Registry:
@@ -2015,14 +2028,31 @@ class _Options:
     def hosts(self) -> list[str]:
         """Host headers to accept; none means any."""
         if self.allowed_hosts or not (self.host in (*_LOOPBACK, "::1") or self.host.startswith("127.")):
-            return self.allowed_hosts or []
+            return list(self.allowed_hosts or ())
         return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
 
 
-def _explorer_prefix(prefix: object) -> str:
+def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
+    """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
+    try:
+        inspect.signature(_Options).bind(*given, **options)
+    except TypeError as error:
+        raise TypeError(f"{door} {error}") from None
+    return _Options(*given, **options)
+
+
+@functools.cache
+def _validators() -> dict[str, TypeAdapter[Any]]:
+    """What holds a value against the annotation of each option: nothing is converted, so `"8000"` is no port."""
+    # Any bound on its length makes pydantic read a text, and refuse what UTF-8 cannot say.
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, str_min_length=0)
+    kinds = get_type_hints(_Options)
+    return {field.name: TypeAdapter(kinds[field.name], config=config) for field in dataclasses.fields(_Options)}
+
+
+def _explorer_prefix(prefix: str) -> str:
     """The path without a slash behind it (SRS FR-EXPLORER-006)."""
-    _check_text("explorer_prefix", prefix)
-    path = str(prefix).rstrip("/")
+    path = prefix.rstrip("/")
     if not re.fullmatch(r"(/[\w.~-]+)+", path):
         raise ValueError(f"explorer_prefix must start with '/' and be a plain path such as '/explorer', got {prefix!r}")
     if path in _OWN_PATHS:
@@ -2030,54 +2060,12 @@ def _explorer_prefix(prefix: object) -> str:
     return path
 
 
-def _check_text(name: str, value: object, *, longest: int = sys.maxsize, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-    if not value:
-        raise ValueError(f"{name} must not be empty")
-    if len(value) > longest:
-        raise ValueError(f"{name} must not exceed {longest} characters")
-
-
-def _check_texts(name: str, values: object) -> None:
-    items = () if values is None else values
-    if isinstance(items, str) or not isinstance(items, Iterable) or not all(isinstance(item, str) for item in items):
-        raise TypeError(f"{name} must be a list of strings, got {values!r}")
-
-
-def _check_middleware(values: object) -> None:
-    if not values:
-        return
-    from starlette.middleware import Middleware
-
-    if not isinstance(values, Iterable) or not all(isinstance(item, Middleware) for item in values):
-        raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {values!r}")
-
-
-def _chosen(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """The choice that `value` is, in whatever case."""
-    for choice in choices:
-        if str(value).lower() == choice.lower():
-            return choice
-    label = name.replace("log_level", "log level")
-    raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
-
-
-def _check_filters(tags: list[str] | None, prefix: str | None) -> None:
-    _check_texts("tags", tags)
-    if not all(tags or ()):
-        raise ValueError("Tag values must not be empty")
-    _check_text("prefix", prefix, optional=True)
-
-
 # ---- Doors: OpenAI ----
 
 
 def to_openai_tools(
     registry_or_executor: Registry | Executor, *, embed_annotations: bool = False, strict: bool = False,
-    tags: list[str] | None = None, prefix: str | None = None,
+    tags: Sequence[str] | None = None, prefix: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
 
@@ -2090,7 +2078,7 @@ def to_openai_tools(
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
     options = _Options(registry_or_executor, tags=tags, prefix=prefix)
-    catalog = _ToolCatalog(options.registry, options.tags, options.prefix)
+    catalog = _ToolCatalog(options)
     catalog.close()
     tools = []
     for module_id, tool in catalog.tools.items():
@@ -2177,14 +2165,14 @@ _EXPORTS = ("mcp", "openai", "openai-strict", "markdown")
 
 def _export(options: _Options, form: str) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
-    registry, tags, prefix = options.registry, options.tags, options.prefix
-    catalog = _ToolCatalog(registry, tags, prefix, redact_output=options.redact_output)
+    catalog = _ToolCatalog(options)
     catalog.close()
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
     if form == "mcp":
         return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
-    return json.dumps(to_openai_tools(registry, strict=form == "openai-strict", tags=tags, prefix=prefix), indent=2)
+    filters: dict[str, Any] = {"tags": options.tags, "prefix": options.prefix}
+    return json.dumps(to_openai_tools(options.registry, strict=form == "openai-strict", **filters), indent=2)
 
 
 def _discover(directory: str) -> Registry:
@@ -2386,7 +2374,7 @@ def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]],
     def decorate(enter: Callable[[_Options], T]) -> Callable[P, T]:
         @functools.wraps(enter)
         def door(*args: P.args, **kwargs: P.kwargs) -> T:
-            return enter(options(*args, **kwargs))
+            return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
 
         returns = inspect.signature(enter).return_annotation
         cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
@@ -2422,7 +2410,7 @@ class MCPServer:
     """
 
     def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
-        self._options = _Options(registry_or_executor, **options)
+        self._options = _options_of("MCPServer", registry_or_executor, **options)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], None] | None = None
