@@ -13,13 +13,14 @@ from apcore import Executor, Registry
 
 from apcore_mcp import from_openai_call, to_openai_tools
 
+EXTENSIONS = Path(__file__).parent / "extensions"
 # What `client.chat.completions.create(..., tools=tools)` brought back in `choices[0].message.tool_calls[0].function`.
 # In strict mode a model has to name every property, so it writes null for what it leaves out.
 RECORDED = {"name": "text-analyze", "arguments": '{"text": "The cat sat. The dog did not!", "top": null}'}
 
 
 async def main() -> None:
-    registry = Registry(extensions_dir=str(Path(__file__).parent / "extensions"))
+    registry = Registry(extensions_dirs=[str(EXTENSIONS / name) for name in ("finance", "text")])
     registry.discover()
 
     tools = to_openai_tools(registry, strict=True, embed_annotations=True)

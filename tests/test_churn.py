@@ -13,14 +13,12 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from apcore import Registry
-from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, free_port, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, free_port, registry_of, serving, until
 from mcp.client import Client
 from mcp.shared.exceptions import MCPError
 from test_live import followed, listed, text_of
@@ -28,13 +26,6 @@ from test_live import followed, listed, text_of
 from apcore_mcp import MCPServer, to_openai_tools
 
 ERAS = (HANDSHAKE, MODERN)
-
-
-def until(condition: Callable[[], Any], seconds: float = 15) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come to that in time"
-        time.sleep(0.01)
 
 
 # ---- Modules ----

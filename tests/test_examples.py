@@ -1,4 +1,4 @@
-"""What the README shows works: the example modules, the three scripts, and the Python blocks."""
+"""What the README shows works: the example modules, the scripts, and the Python blocks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import ast
 import base64
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from apcore import BindingLoader, Executor, Registry
-from conftest import EXTENSIONS, ROOT
+from conftest import EXTENSIONS, ROOT, free_port, until
 from pydantic_core import to_jsonable_python
+from test_eras import answer, modern
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def run(tmp_path: Path, *arguments: str) -> str:
     """The output of an example, run from another directory as a user might."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     completed = subprocess.run(
         [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50,
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     assert "Traceback" not in completed.stderr
@@ -75,6 +79,42 @@ def test_in_the_conversation_tools_report_ask_and_need_approval(tmp_path: Path, 
     assert "asked:    Let trash.empty run? It is annotated as destructive." in emptied
     assert "'freed_bytes': 2048" in emptied
     assert denied.rstrip().endswith("Approval was denied")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
+def test_several_processes_serve_one_port_and_none_is_missed_when_it_is_killed(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    uvicorn = [sys.executable, "-m", "uvicorn", "--app-dir", str(ROOT / "examples"), "--workers", "2"]
+    with log.open("wb") as told:
+        command = [*uvicorn, "--port", str(port), "several_cores:app"]
+        server = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=told, stderr=told)
+
+    def workers(count: int) -> list[int]:
+        """The processes that accept requests, once there have been `count`."""
+        ready = re.compile(r"Application startup complete")
+        until(lambda: len(ready.findall(log.read_text())) >= count or server.poll() is not None, seconds=30)
+        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", log.read_text())]
+
+    def count_primes() -> None:
+        posted = modern("tools/call", {"name": "primes.count", "arguments": {"below": 100}})
+        response = httpx.post(f"http://127.0.0.1:{port}/mcp", timeout=15, **posted)
+        assert answer(response)["result"]["structuredContent"] == {"result": 25}
+
+    try:
+        first, second = workers(2)
+        count_primes()
+        os.kill(first, signal.SIGKILL)
+        for _ in range(10):
+            count_primes()
+        *_, third = workers(3)
+        assert third not in (first, second)
+        os.kill(second, signal.SIGKILL)
+        count_primes()
+        server.terminate()
+        assert server.wait(timeout=30) == 0, log.read_text()
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:

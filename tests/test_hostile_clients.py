@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, RawClient, free_port, registry_of, serving
+from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, RawClient, free_port, registry_of, serving, until
 from test_eras import answer, handshake, message, modern
 from test_stdio import call, line, messages, request
 
@@ -85,13 +85,6 @@ def rss_mib(pid: int) -> int:
 def held(pid: int) -> tuple[int, int]:
     """How many descriptors and threads a process has."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
-
-
-def until(condition: Callable[[], Any], seconds: float = 15) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come to that in time"
-        time.sleep(0.01)
 
 
 class Server(NamedTuple):
