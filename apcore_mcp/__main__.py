@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apcore.observability import MetricsCollector
-
 from .core import _EXPORTS, _discover, _export, _Options, _standard_streams, serve
 
 
@@ -29,7 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
     parser.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
-    parser.add_argument("--metrics", action="store_true", help="serve Prometheus metrics at /metrics (HTTP transports)")
+    metrics = "serve Prometheus metrics at /metrics (HTTP transports)"
+    parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help=metrics)
     for option in dataclasses.fields(_Options):
         if "help" not in option.metadata:
             continue
@@ -66,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal := _refusal(arguments):
         return _fail(refusal, 1)
     directory, export = options.pop("extensions_dir"), options.pop("export")
-    options["metrics_collector"] = MetricsCollector() if options.pop("metrics") else None
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("apcore_mcp").setLevel(options["log_level"])
     # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).

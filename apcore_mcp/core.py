@@ -1979,6 +1979,8 @@ class _Options:
             if not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
         object.__setattr__(self, "explorer_prefix", _explorer_prefix(self.explorer_prefix))
+        if isinstance(self.metrics_collector, bool):
+            object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
         if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
             given = type(self.metrics_collector).__name__
             raise TypeError(f"metrics_collector must have an export_prometheus() method, got {given}")
@@ -2032,13 +2034,36 @@ class _Options:
         return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
 
 
+# What packages that build on this one pass as well: words that change nothing here, and others that are let pass only
+# while they ask for nothing.
+_WITHOUT_EFFECT = frozenset(
+    "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
+    " async_max_tasks".split()
+)
+_ONLY_OFF = frozenset("approval_handler authenticator strategy trace observability output_format".split())
+_INSTEAD = {"approval_handler": "another name of approval", "authenticator": "authentication goes into middleware="}
+
+
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
+    unused = {name for name, value in options.items() if name in _ONLY_OFF and (value is None or value is False)}
+    unused |= options.keys() & _WITHOUT_EFFECT
+    taken = {name: value for name, value in options.items() if name not in unused}
+    if "approval_handler" in taken and "approval" not in taken:
+        taken["approval"] = taken.pop("approval_handler")
     try:
-        inspect.signature(_Options).bind(*given, **options)
+        inspect.signature(_Options).bind(*given, **taken)
     except TypeError as error:
-        raise TypeError(f"{door} {error}") from None
-    return _Options(*given, **options)
+        hint = "".join(f" ({hint})" for word, hint in _INSTEAD.items() if word in taken)
+        raise TypeError(f"{door} {error}{hint}") from None
+    result = _Options(*given, **taken)
+    if result.log_level is not None:
+        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
+        logging.basicConfig()
+        logger.setLevel(result.log_level)
+    if unused:
+        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
+    return result
 
 
 @functools.cache
@@ -2320,7 +2345,6 @@ def _block(
     started: Callable[[Callable[[], None]], None] = lambda stop: None,
 ) -> None:
     """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
-    _set_log_level(options)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     loop.set_default_executor(_WorkerThreads())
 
@@ -2361,13 +2385,6 @@ def _block(
         loop.close()
 
 
-def _set_log_level(options: _Options) -> None:
-    if options.log_level is not None:
-        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-        logging.basicConfig()
-        logger.setLevel(options.log_level)
-
-
 def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
     """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
 
@@ -2397,7 +2414,6 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     """
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
-    _set_log_level(options)
     async with _Bridge(options) as bridge, _http_app(bridge) as app, _announced(bridge):
         yield app
 

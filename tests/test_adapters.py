@@ -1,0 +1,158 @@
+"""What packages that build on this one pass to it, and get (design: "xxx-apcore adapters").
+
+The sets of options are those that flask-apcore 0.4, fastapi-apcore 0.4, django-apcore 0.5 and pydantic-ai-apcore 0.1
+pass; `python -m tests.interop --only apcore` runs the packages themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from apcore import AlwaysDenyHandler, ModuleAnnotations, Registry
+from apcore.observability import MetricsCollector
+from conftest import FunctionalModule, connect, echo, registry_of, serving
+
+import apcore_mcp
+from apcore_mcp import MCPServer, async_serve, serve, to_openai_tools
+
+HTTP = {"transport": "streamable-http", "host": "127.0.0.1", "name": "apcore-mcp"}
+EXPLORER = {"explorer": True, "explorer_prefix": "/explorer", "allow_execute": False}
+BRAND = {"explorer_title": "Tools", "explorer_project_name": "shop", "explorer_project_url": "https://shop.example"}
+
+# What each passes as it comes, and with all that it can be told to pass but authentication.
+FLASK = {**HTTP, "version": None, "validate_inputs": False, "log_level": None, "metrics_collector": None}
+FLASK |= {"require_auth": True}
+FLASK_ALL = {**FLASK, **EXPLORER, **BRAND, "approval_handler": AlwaysDenyHandler(), "output_formatter": str}
+FLASK_ALL |= {"tags": ["a"], "prefix": "demo.", "exempt_paths": {"/health"}, "metrics_collector": MetricsCollector()}
+FASTAPI = {**HTTP, "explorer": False, "explorer_prefix": "/explorer", "allow_execute": False}
+DJANGO = {**HTTP, "on_startup": lambda: None, "on_shutdown": lambda: None, "require_auth": False}
+DJANGO |= {"async_max_concurrent": 10, "async_max_tasks": 1000, "metrics_collector": True}
+OFF = {"strategy": None, "trace": False, "observability": False, "output_format": None, "authenticator": None}
+DJANGO_OFF = {**DJANGO, **OFF, "approval_handler": None, "output_formatter": None}
+SETS = {"flask": FLASK, "flask-all": FLASK_ALL, "fastapi": FASTAPI, "django": DJANGO, "django-off": DJANGO_OFF}
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return registry_of({"demo.echo": FunctionalModule(echo, tags=["a"])})
+
+
+@pytest.mark.parametrize("options", SETS.values(), ids=SETS.keys())
+async def test_a_server_with_the_options_that_an_adapter_passes_lists_and_runs(
+    registry: Registry, options: dict[str, Any]
+) -> None:
+    async with connect(registry, **options) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
+        assert not (await client.call_tool("demo.echo", {"text": "hello"})).is_error
+
+
+def test_options_that_change_nothing_are_told_in_one_debug_line(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "apcore_mcp"):
+        MCPServer(registry, **FLASK_ALL, **OFF)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == (
+        "MCPServer: without effect here: authenticator, exempt_paths, explorer_project_name, explorer_project_url,"
+        " explorer_title, observability, output_format, require_auth, strategy, trace"
+    )
+
+
+async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
+    asking = FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))
+    async with connect({"demo.echo": asking}, approval_handler=AlwaysDenyHandler()) as client:
+        assert (await client.call_tool("demo.echo", {})).is_error
+    async with connect({"demo.echo": asking}, approval_handler="off") as client:
+        assert not (await client.call_tool("demo.echo", {})).is_error
+
+
+def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
+    with serving(registry, metrics_collector=True, explorer=True, allow_execute=True) as url:
+        assert httpx.post(f"{url}/explorer/tools/demo.echo/call", json={}).status_code == 200
+        assert 'module_id="demo.echo"' in httpx.get(f"{url}/metrics").text
+    with serving(registry, metrics_collector=False) as url:
+        assert httpx.get(f"{url}/metrics").status_code == 404
+
+
+# The doors, as what each does with options of a caller that is wrong.
+def _enter_async_serve(*args: Any, **options: Any) -> object:
+    return async_serve(*args, **options)
+
+
+DOORS: dict[str, Callable[..., Any]] = {"serve()": serve, "MCPServer": MCPServer, "async_serve()": _enter_async_serve}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        pytest.param({"colour": "red"}, "unexpected keyword argument 'colour'", id="unknown"),
+        pytest.param({"explorr": False}, "unexpected keyword argument 'explorr'", id="unknown-and-false"),
+        pytest.param({"strategy": "minimal"}, "unexpected keyword argument 'strategy'", id="another-value"),
+        pytest.param({"trace": 0}, "unexpected keyword argument 'trace'", id="not-quite-false"),
+        pytest.param({"authenticator": object()}, r"authenticator.*middleware=", id="authenticator"),
+        pytest.param({"approval": "deny", "approval_handler": "off"}, "approval_handler.*approval", id="both"),
+        pytest.param({"approval_handler": 3}, "approval", id="no-handler"),
+    ],
+)
+def test_what_would_change_something_is_refused_by_the_door_itself(
+    registry: Registry, door: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TypeError, match=told) as refusal:
+        DOORS[door](registry, **options)
+    assert "_Options" not in str(refusal.value)
+    if options.keys() != {"approval_handler"}:
+        assert str(refusal.value).startswith(door)
+
+
+@pytest.mark.parametrize("door", ["serve()", "async_serve()"])
+def test_a_door_without_a_registry_names_itself(door: str) -> None:
+    with pytest.raises(TypeError, match="registry_or_executor") as refusal:
+        DOORS[door]()
+    assert str(refusal.value).startswith(door)
+
+
+@pytest.mark.parametrize("door", [serve, async_serve])
+def test_editors_and_help_show_the_options_of_this_package_alone(door: Callable[..., Any]) -> None:
+    parameters = inspect.signature(door).parameters
+    assert {"transport", "approval", "middleware"} <= parameters.keys()
+    assert not {"approval_handler", "require_auth", "strategy"} & parameters.keys()
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_openai_tools_are_made_with_the_options_that_adapters_pass(registry: Registry) -> None:
+    tools = to_openai_tools(registry, tags=None, prefix=None, embed_annotations=False, strict=False)
+    assert [tool["function"]["name"] for tool in tools] == ["demo-echo"]
+
+
+def test_what_adapters_import_is_there_and_authentication_is_not() -> None:
+    """flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported."""
+    for name in ("serve", "MCPServer", "to_openai_tools", "report_progress", "elicit"):
+        assert callable(getattr(apcore_mcp, name))
+    assert not hasattr(apcore_mcp, "JWTAuthenticator")
+
+
+def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:
+    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one."""
+    with pytest.raises(RuntimeError, match=r"middleware=\[.*\] of serve\(\), MCPServer and async_serve\(\)"):
+        importlib.import_module("apcore_mcp.auth")
+
+
+async def test_helpers_of_adapters_call_by_the_names_they_use(registry: Registry) -> None:
+    """`report_progress(context, progress, total=, message=)` and `elicit(context, message, requested_schema=)`."""
+    answers = []
+
+    async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await apcore_mcp.report_progress(context, 1, total=2, message="half")
+        answers.append(await apcore_mcp.elicit(context, "Really?", requested_schema=None))
+        return {}
+
+    async with connect({"demo.ask": ask}) as client:
+        assert not (await client.call_tool("demo.ask", {})).is_error
+    assert answers == [None]
