@@ -1410,52 +1410,66 @@ class _Bridge:
 
 _SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?", re.ASCII)
 
 
-def _is_address(host: str) -> bool:
-    """Whether a Host header names no domain, which could be somebody else's and point at this machine all the same."""
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address in a Host header; None for a domain, which could be somebody else's and yet point at this machine."""
     with contextlib.suppress(ValueError):
         name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    return False
+        return ipaddress.ip_address("127.0.0.1" if name == "localhost" else name)
+    return None
 
 
 class _Guard:
     """ASGI middleware before every route: who may ask, and whether the server still takes requests.
 
-    A request must name a host of `hosts` and, when a web page made it, come from that very host and port: another site,
-    another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no form can make
-    one. Without `hosts` any host will do, but a web page, and the Explorer, must name an address.
+    A request must name one of the options' hosts and, when a web page made it, come from that very host and port:
+    another site, another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no
+    form can make one. Where any host will do, a web page, and the Explorer, must still name an address.
     """
 
-    def __init__(self, app: ASGIApp, bridge: _Bridge, hosts: list[str]) -> None:
-        self._app, self._bridge, self._hosts = app, bridge, hosts
+    def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
+        from starlette.routing import Mount
+
+        self._app, self._bridge, names = app, bridge, bridge.options.hosts()
+        self._explorer, self._any_name = Mount(bridge.options.explorer_prefix, routes=[]), "*" in names
+        # Not even "*" takes an "@": what is before one is no host, and what is behind it is another.
+        patterns = [re.escape(name.lower()).replace(r"\*", "[^@]*") for name in names if name != "*"]
+        self._named = re.compile("|".join(patterns))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from mcp.server.transport_security import TransportSecurityMiddleware, TransportSecuritySettings
         from starlette.requests import ClientDisconnect, Request
-        from starlette.responses import PlainTextResponse
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request, posts = Request(scope), scope["method"] == "POST"
-        host, given = request.headers.get("host", ""), request.headers.getlist("origin")
-        origins = [f"http://{host}", f"https://{host}"]
-        path, prefix = scope["path"].removeprefix(scope.get("root_path", "")), self._bridge.options.explorer_prefix
-        for_page = bool(given) or (self._bridge.options.explorer and path.startswith(prefix))
-        hosts = self._hosts or ([host] if _is_address(host) or not for_page else [])
-        hosts = hosts if _HOST.fullmatch(host) else []  # or "127.0.0.1:@elsewhere" would pass for one with any port
-        settings = TransportSecuritySettings(allowed_hosts=hosts, allowed_origins=origins)
-        refusal = await TransportSecurityMiddleware(settings).validate_request(request, is_post=posts)
-        if not {*given} <= {*origins}:  # which looks at the first of them only
-            refusal = PlainTextResponse("Invalid Origin header", 403)
-        if refusal is None and self._bridge.closing:
-            refusal = PlainTextResponse("Server is shutting down", 503)
-        app = self._app if refusal is None else refusal
-        with self._bridge.activity if posts else contextlib.nullcontext(), contextlib.suppress(ClientDisconnect):
-            await app(scope, receive, send)
+        # No stream is kept to be resumed, and of a client that wants one the SDK would take leave without an answer.
+        request = Request({**scope, "headers": [(k, v) for k, v in scope["headers"] if k != b"last-event-id"]})
+        app = self._refusal(request) or self._app
+        counted = self._bridge.activity if request.method == "POST" else contextlib.nullcontext()
+        with counted, contextlib.suppress(ClientDisconnect):
+            await app(request.scope, receive, send)
+
+    def _refusal(self, request: Request) -> Response | None:
+        from starlette.responses import PlainTextResponse
+        from starlette.routing import Match
+
+        host = request.headers.get("host", "").lower()
+        origins = [origin.lower() for origin in request.headers.getlist("origin")]
+        by_page = bool(origins) or self._explorer.matches(request.scope)[0] is not Match.NONE
+        known = self._named.fullmatch(host) or (self._any_name and (_address(host) or not by_page))
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_json = media_type == "application/json" or request.method != "POST"
+        faults = {
+            (421, "Invalid Host header"): not host or not known,
+            (403, "Invalid Origin header"): not {*origins} <= {f"http://{host}", f"https://{host}"},
+            (415, "Content-Type must be application/json"): not is_json,
+        }
+        for (status, fault), holds in faults.items():
+            if holds:
+                logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
+                return PlainTextResponse(fault, status)
+        return PlainTextResponse("Server is shutting down", 503) if self._bridge.closing else None
 
 
 class _Explorer:
@@ -1515,13 +1529,8 @@ class _Explorer:
         tool = self._bridge.catalog.find(request.path_params["name"])
         if tool is None:
             return self._not_found(request)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MESSAGE_MAX_BYTES:
-                return self._answer({"error": f"Request body is larger than {_MESSAGE_MAX_BYTES} bytes"}, 413)
         try:
-            arguments = from_json(bytes(body), allow_inf_nan=False)
+            arguments = from_json(await request.body(), allow_inf_nan=False)
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
@@ -1599,29 +1608,30 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     """The app of one bridge: `/mcp`, or `/sse` and `/messages/`. Leaving the context closes every session."""
     from mcp.server.sse import SseServerTransport
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
+    from mcp.server.transport_security import RequestBodyLimitMiddleware
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
-    options = bridge.options
-    guard, own = Middleware(cast(Any, _Guard), bridge=bridge, hosts=options.hosts()), _own_routes(bridge)
-    if options.transport == "sse":
-        transport = SseServerTransport("/messages/")
-        messages = Mount("/messages/", transport.handle_post_message)
-        try:
-            sse = Route("/sse", _SSEEndpoint(bridge, transport))
-            yield Starlette(routes=[sse, messages, *own], middleware=[guard])
-        finally:
-            bridge.cancel_tasks()
-        return
-    idle = None if options.stateless else _SESSION_IDLE_SECONDS
-    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, session_idle_timeout=idle)
-    routes = [*(Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")), *own]
-    try:
-        async with sessions.run():
-            yield Starlette(routes=routes, middleware=[guard])
-    except BaseExceptionGroup as group:  # its task group wraps what is raised inside, which is somebody else's
-        raise group.exceptions[0] from None
+    options, routes = bridge.options, _own_routes(bridge)
+    async with contextlib.AsyncExitStack() as stack:
+        if options.transport == "sse":
+            transport = SseServerTransport("/messages/")
+            routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
+            routes.append(Mount("/messages/", transport.handle_post_message))
+            stack.callback(bridge.cancel_tasks)
+        else:
+            idle = None if options.stateless else _SESSION_IDLE_SECONDS
+            sessions = StreamableHTTPSessionManager(
+                bridge.server, stateless=options.stateless, session_idle_timeout=idle
+            )
+            routes += [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
+            running = sessions.run()
+            await running.__aenter__()
+            stack.push_async_callback(running.__aexit__, None, None, None)  # its task group would wrap an error of ours
+        guard = Middleware(cast(Any, _Guard), bridge=bridge)
+        bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
+        yield Starlette(routes=routes, middleware=[guard, bounded, *(options.middleware or ())])
 
 
 def _listen(options: _Options) -> socket.socket:
@@ -1640,6 +1650,9 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     listener = _listen(bridge.options)
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
+        app.middleware_stack = (
+            app.build_middleware_stack()
+        )  # now, or what a middleware refuses is seen request by request
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=3)
         config.load()
@@ -1922,7 +1935,7 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 _TAGS_HELP = "serve only modules that have all of these tags"
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
-_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port; else this machine's on a loopback address, any elsewhere"
+_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
 _OWN_PATHS = ("/mcp", "/sse", "/messages", "/health", "/metrics")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -2028,10 +2041,14 @@ class _Options:
         return executor, lambda: executor.set_approval_handler(cast(Any, None))
 
     def hosts(self) -> list[str]:
-        """Host headers to accept; none means any."""
-        if self.allowed_hosts or not (self.host in (*_LOOPBACK, "::1") or self.host.startswith("127.")):
-            return list(self.allowed_hosts or ())
-        return [name + port for name in {*_LOOPBACK, self.host} for port in ("", ":*")]
+        """Host headers to accept, `*` for any characters."""
+        if self.allowed_hosts:
+            return list(self.allowed_hosts)
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        address = _address(own)
+        if address is None or not address.is_loopback:
+            return ["*"]
+        return [name + port for name in (*_LOOPBACK, own) for port in ("", ":*")]
 
 
 # What packages that build on this one pass as well: words that change nothing here, and others that are let pass only

@@ -203,9 +203,7 @@ def test_a_body_over_four_mebibytes_is_refused(explorer: httpx.Client) -> None:
             yield b"a" * 1024 * 1024
 
     headers = {"Content-Type": "application/json"}
-    response = explorer.post("/explorer/tools/t.ask/call", content=chunks(), headers=headers)
-    assert response.status_code == 413
-    assert "4194304 bytes" in response.json()["error"]
+    assert explorer.post("/explorer/tools/t.ask/call", content=chunks(), headers=headers).status_code == 413
 
 
 async def test_closing_the_request_cancels_the_call() -> None:
@@ -253,8 +251,8 @@ def test_no_answer_is_cached_sniffed_or_read_by_another_site(explorer: httpx.Cli
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Content-Type": "text/plain"}, 400),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 400),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
         ({"Content-Type": "application/json", "Origin": "http://127.0.0.1:1"}, 403),
         ({"Content-Type": "application/json", "Origin": "null"}, 403),

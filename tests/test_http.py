@@ -25,6 +25,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
+from apcore import Registry
+from apcore.observability import MetricsCollector
 from conftest import (
     ANYTHING,
     HANDSHAKE,
@@ -41,6 +43,7 @@ from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.shared.exceptions import MCPError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -77,6 +80,15 @@ class Gate:
 
 async def happens(event: threading.Event) -> bool:
     return await asyncio.to_thread(event.wait, 20)
+
+
+@contextlib.asynccontextmanager
+async def asgi_client(source: Registry, *, root_path: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app that `async_serve()` yields, without a socket between them."""
+    async with async_serve(source, **options) as app:
+        transport = httpx.ASGITransport(app, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            yield client
 
 
 def call(name: str, arguments: dict[str, Any], mode: str = MODERN) -> dict[str, Any]:
@@ -120,6 +132,21 @@ def test_anything_but_the_transports_own_routes_is_not_found(transport: str) -> 
             for method in ("GET", "DELETE", "PUT"):
                 for headers in (ACCEPT, ACCEPT | {"MCP-Protocol-Version": MODERN}):
                     assert client.request(method, f"{url}/mcp", headers=headers).status_code in (400, 405), method
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+async def test_an_sse_stream_opens_for_get_alone(method: str) -> None:
+    """A client that tries POST first, as the specification has it, falls back when it is refused."""
+    async with asgi_client(registry_of(), transport="sse") as client:
+        response = await client.request(method, "/sse", json={})
+        assert (response.status_code, "GET" in response.headers["allow"]) == (405, True)
+
+
+def test_a_stream_that_a_client_wants_to_resume_begins_anew() -> None:
+    with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
+        _, session = handshake(client, f"{url}/mcp")
+        with client.stream("GET", f"{url}/mcp", headers=session | {"Last-Event-ID": "7"}) as stream:
+            assert (stream.status_code, stream.headers["content-type"]) == (200, "text/event-stream")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
@@ -280,6 +307,9 @@ FORM = "application/x-www-form-urlencoded"
     [
         pytest.param({}, 200, id="own-host"),
         pytest.param({"Host": "localhost:{port}"}, 200, id="localhost"),
+        pytest.param(
+            {"Host": "LOCALHOST:{port}", "Origin": "http://LocalHost:{port}"}, 200, id="localhost-in-capitals"
+        ),
         pytest.param({"Host": "[::1]:{port}"}, 200, id="ipv6-loopback"),
         pytest.param({"Host": "127.0.0.1:1"}, 200, id="forwarded-port"),
         pytest.param({"Host": "evil.example"}, 421, id="foreign-host"),
@@ -298,6 +328,8 @@ FORM = "application/x-www-form-urlencoded"
         pytest.param({"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"}, 421, id="rebound-name"),
         pytest.param({"Content-Type": "text/plain"}, 400, id="text-plain"),
         pytest.param({"Content-Type": FORM}, 400, id="form"),
+        pytest.param({"Content-Type": "application/jsonx"}, 400, id="begins-like-json"),
+        pytest.param({"Content-Type": "text/plain; application/json"}, 400, id="json-as-a-parameter"),
         pytest.param({"Content-Type": "multipart/form-data; boundary=x"}, 400, id="multipart"),
         pytest.param({"Content-Type": "application/json; charset=utf-8"}, 200, id="json-with-charset"),
     ],
@@ -338,7 +370,16 @@ def test_a_request_without_a_host_is_refused(transport: str, path: str) -> None:
 GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
 
 
-@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+LOOPBACK_ONLY = {
+    ("localhost:1", None): 200,
+    ("LOCALHOST", None): 200,
+    ("127.0.0.1", "http://127.0.0.1"): 200,
+    ("[::1]:1", None): 200,
+    ("evil.example", None): 421,
+    ("127.0.0.1:@evil.example", None): 421,
+}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -346,21 +387,30 @@ GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
             {"allowed_hosts": GIVEN},
             {
                 ("tools.example", None): 200,
-                ("tools.example", "https://tools.example"): 200,  # TLS may end before us
+                ("Tools.Example", "https://TOOLS.example"): 200,  # TLS may end before us
                 ("tools.example", "http://evil.example"): 403,
                 ("wild.example:1234", None): 200,
                 ("wild.example.evil.example:1234", None): 421,
                 ("port.example:8443", None): 200,
                 ("port.example:8444", None): 421,
                 ("evil.example", None): 421,
-                ("127.0.0.1:{port}", None): 421,
+                ("127.0.0.1:8000", None): 421,
             },
             id="given-names",
         ),
         pytest.param(
-            {"host": "0.0.0.0", "allowed_hosts": GIVEN},
+            {"host": "0.0.0.0", "allowed_hosts": ["Tools.example"]},
             {("tools.example", None): 200, ("evil.example", None): 421},
             id="given-names-on-all-interfaces",
+        ),
+        pytest.param(
+            {"allowed_hosts": ["*", "*.tools.example"]},
+            {
+                ("any.example:1", None): 200,
+                ("any.example:1", "http://any.example:1"): 421,
+                ("my.tools.example", "https://my.tools.example"): 200,
+            },
+            id="any-name-given",
         ),
         pytest.param(
             {"host": "0.0.0.0"},
@@ -369,26 +419,86 @@ GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
                 ("any.example:1", "http://any.example:1"): 421,  # a page whose name may have been rebound to us
                 ("192.0.2.1:1", "http://192.0.2.1:1"): 200,
                 ("[2001:db8::1]:1", "http://[2001:db8::1]:1"): 200,
+                ("[fe80::1%25eth0]:1", None): 200,
                 ("192.0.2.1:1", "http://192.0.2.1:2"): 403,
                 ("192.0.2.1", "http://evil.example"): 403,
                 ("192.0.2.1", "null"): 403,
             },
             id="any-name-on-all-interfaces",
         ),
+        pytest.param({"host": "Localhost"}, LOOPBACK_ONLY, id="localhost"),
+        pytest.param({"host": "127.0.0.2"}, LOOPBACK_ONLY | {("127.0.0.2", None): 200}, id="loopback"),
+        pytest.param({"host": "::1"}, LOOPBACK_ONLY, id="ipv6-loopback"),
+        pytest.param(
+            {"host": "0:0:0:0:0:0:0:1"},
+            LOOPBACK_ONLY | {("[0:0:0:0:0:0:0:1]:1", None): 200},
+            id="ipv6-loopback-in-full",
+        ),
     ],
 )
-def test_allowed_hosts_decide_which_names_are_accepted(
-    transport: str, options: dict[str, Any], told: dict[tuple[str, str | None], int]
+async def test_host_and_allowed_hosts_decide_which_names_are_accepted(
+    options: dict[str, Any], told: dict[tuple[str, str | None], int]
 ) -> None:
-    observed = {}
-    with serving(registry_of(), transport=transport, **options) as url, httpx.Client(timeout=30) as client:
-        for host, origin in told:
-            headers = {"Host": host.format(port=urlsplit(url).port), **({"Origin": origin} if origin else {})}
-            request = modern("tools/list") if transport == "streamable-http" else {"headers": {}}
-            method, path = ("POST", "/mcp") if transport == "streamable-http" else ("GET", "/sse")
-            with client.stream(method, url + path, **request | {"headers": request["headers"] | headers}) as response:
-                observed[host, origin] = response.status_code
+    async with asgi_client(registry_of(), **options) as client:
+        headers = {key: {"Host": key[0], **({"Origin": key[1]} if key[1] else {})} for key in told}
+        observed = {key: (await client.get("/health", headers=sent)).status_code for key, sent in headers.items()}
     assert observed == told
+
+
+@pytest.mark.parametrize(
+    ("root_path", "path"),
+    [
+        ("", "/explorer/tools"),
+        ("/ex", "/explorer/tools"),
+        ("/ex", "/ex/explorer/tools"),
+        ("/explorer", "/explorer/explorer/tools"),
+    ],
+)
+async def test_no_mount_point_hides_the_explorer_from_the_check_of_its_host(root_path: str, path: str) -> None:
+    """Where any name will do, the Explorer must be asked for by address: a page's own GET carries no Origin."""
+    async with asgi_client(registry_of(), root_path=root_path, host="0.0.0.0", explorer=True) as client:
+        for host, status in {"evil.example": 421, "192.0.2.1": 200}.items():
+            assert (await client.get(path, headers={"Host": host})).status_code == status
+
+
+# ---- Middleware of the user's ----
+
+
+class Doorman:
+    """Starlette middleware that lets in who knows the secret, and notes every path that was asked for."""
+
+    def __init__(self, app: Any, secret: str, asked: list[str]) -> None:
+        self.app, self.secret, self.asked = app, secret, asked
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.append(scope["path"])
+        known = (b"x-secret", self.secret.encode()) in scope["headers"]
+        await (self.app if known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: str) -> None:
+    asked: list[str] = []
+    middleware = [Middleware(Doorman, secret="xyzzy", asked=asked)]
+    options: dict[str, Any] = {"explorer": True, "metrics_collector": MetricsCollector(), "middleware": middleware}
+    doors = [("GET", path) for path in ("/health", "/metrics", "/explorer/", "/explorer/tools", "/nowhere")]
+    doors += [("POST", "/mcp")] if transport == "streamable-http" else [("GET", "/sse"), ("POST", "/messages/")]
+    async with asgi_client(registry_of(), transport=transport, **options) as client:
+        for method, path in doors:
+            sent = {"json": {}} if method == "POST" else {}
+            foreign = await client.request(method, path, headers={"Host": "evil.example", "X-Secret": "xyzzy"}, **sent)
+            assert foreign.status_code == 421
+            assert asked == []
+            assert (await client.request(method, path, **sent)).status_code == 401
+            assert asked.pop() == path
+        assert (await client.get("/health", headers={"X-Secret": "xyzzy"})).status_code == 200
+        too_long = {"content": b" " * (4 * MIB + 1), "headers": {"Content-Type": "application/json"}}
+        assert (await client.post(doors[-1][1], **too_long)).status_code == 413
+
+
+def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
+    with pytest.raises(TypeError, match="secret"), serving(registry_of(), middleware=[Middleware(Doorman, asked=[])]):
+        pass
 
 
 # ---- What is too much, and what is nothing ----
