@@ -226,7 +226,7 @@ async def visit(url: str, server: MCPServer, mode: str) -> list[Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_twenty_servers_that_end_in_the_middle_of_things_leave_nothing() -> None:
+def test_ten_servers_that_end_in_the_middle_of_things_leave_nothing() -> None:
     """Each serves a registry of its own, of which nothing is left either."""
     registries: list[weakref.ref[Source]] = []
 
@@ -250,7 +250,7 @@ def test_twenty_servers_that_end_in_the_middle_of_things_leave_nothing() -> None
     for turn in range(2):  # whatever is imported and cached on first use is no leak
         live(turn)
     before = held()
-    for turn in range(20):
+    for turn in range(10):
         live(turn)
     until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
     until(lambda: gc.collect() is not None and not [1 for registry in registries if registry() is not None])
