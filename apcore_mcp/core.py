@@ -5,7 +5,9 @@ The file reads top to bottom; each room uses only what stands above it, and `gre
     Schemas      JSON Schema in, a self-contained one out; strict mode; where a schema is sensitive
     Names        module ids to tool and function names, and back
     Annotations  what apcore says of a module, in MCP's and OpenAI's words
-    Results      module outputs and errors as MCP results
+    Tools        a module as clients see it
+    Results      a module's output as an MCP result
+    Errors       what went wrong, in a plain sentence for the client and in full for the log
     Documents    what a person reads of a tool
     Catalog      the registry as a list of tools that follows it
     Calls        one running tool call: progress, questions, approval, cancellation
@@ -56,9 +58,9 @@ from urllib.parse import quote, unquote, urlsplit
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.cancel import CancelToken, ExecutionCancelledError
-from apcore.errors import ModuleExecuteError, SchemaValidationError
+from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, SchemaValidationError
 from apcore.observability import MetricsCollector, MetricsMiddleware
-from apcore.pipeline import PipelineStepError
+from apcore.pipeline import PipelineContext, PipelineStepError
 from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -449,10 +451,18 @@ def _description_suffix(annotations: ModuleAnnotations | None) -> str:
     return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
 
 
-# ---- Results: module outputs and errors as MCP results; pure ----
+# ---- Tools: a module as clients see it; pure ----
 
 
 _MARKDOWN = re.compile(r"^(#{1,6} |[-*+] |\d+\. |> |\||```)|\*\*\w|`\w|\]\(", re.MULTILINE)
+
+
+def _text_of(value: object) -> str:
+    """What a module made for people to read, as text that any answer and log can hold; never raises."""
+    try:
+        return str(value).encode(errors="replace").decode()  # JSON cannot say half of a surrogate pair
+    except BaseException:  # its class may do anything
+        return "<not to be read>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,7 +507,7 @@ class _Tool:
 
     @property
     def documentation(self) -> str:
-        return self.descriptor.documentation or ""
+        return _text_of(self.descriptor.documentation or "")
 
     @functools.cached_property
     def resource(self) -> dict[str, Any]:
@@ -527,12 +537,15 @@ class _Tool:
         }
 
 
+# ---- Results: a module's output as an MCP result; pure ----
+
+
 def _to_text(value: Any) -> str:
     return to_json(value, fallback=str, bytes_mode="base64").decode()
 
 
-def _not_json() -> ModuleError:
-    return ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON")
+def _not_json(reason: object) -> ModuleError:
+    return ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(reason)}")
 
 
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[dict[str, Any]]]:
@@ -551,8 +564,8 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[dict[str, Any]]]:
         if tool.sensitive_output or tool.media:
             text = _to_text(value)
         return text, value, [_media_content(tool, *file) for file in files]
-    except Exception:  # a module's own __str__ may raise anything
-        raise _not_json() from None
+    except Exception as error:  # a module's own __str__ may raise anything
+        raise _not_json(error) from None
 
 
 def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, Any]:
@@ -565,26 +578,25 @@ def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, An
     return {"type": "resource", "resource": resource}
 
 
-def _success(tool: _Tool, output: Any) -> dict[str, Any]:
-    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013)."""
+def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
+    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
+
+    `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON.
+    """
     text, value, files = _as_json(tool, output)
+    if formatter is not None:
+        try:
+            # It is given a copy, and what it writes may hold no half of a surrogate pair.
+            text = str.encode(formatter(from_json(text)), errors="replace").decode()
+        except Exception:  # a user's own function
+            logger.exception("output_formatter failed, so %s is answered in JSON", tool.module_id)
     result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
     return {**result, "structuredContent": value} if tool.output_schema else result
 
 
-def _failure(text: str, code: str, details: dict[str, Any] | None = None, error: object = None) -> dict[str, Any]:
-    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5).
+# ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
 
-    No `structuredContent`: the TypeScript client would hold it against the output schema.
-    """
-    report: dict[str, Any] = {"status": "failure", "error_type": code, "error_message": text}
-    flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
-    report |= {key: value for key, value in {"error_details": details or None, **flags}.items() if value is not None}
-    content = [{"type": "text", "text": text}]
-    return {"content": content, "isError": True, "resultType": "complete", "_meta": {"apcore-mcp/error": report}}
-
-
-# What a client is told, by apcore's error code (SRS 7.5). Any other code: "Module error: {code}".
+# What a client is told, by apcore's error code (SRS 7.5).
 _SENTENCES = {
     "MODULE_NOT_FOUND": "Module not found: {module_id}",
     "ACL_DENIED": "Access denied",
@@ -599,13 +611,50 @@ _SENTENCES = {
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
+_ANY_OTHER, _UNEXPECTED = "Module error: {code}", "Internal error occurred"
+
+
+def _failure(text: str, code: str, **report: Any) -> dict[str, Any]:
+    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5).
+
+    No `structuredContent`: the TypeScript client would hold it against the output schema.
+    """
+    told = {"status": "failure", "error_type": code, "error_message": text, **report}
+    content = [{"type": "text", "text": text}]
+    return {"content": content, "isError": True, "resultType": "complete", "_meta": {"apcore-mcp/error": told}}
+
+
+def _check(value: Any, validator: Draft202012Validator, what: str) -> None:
+    """Raise apcore's SchemaValidationError for a value that an advertised schema refuses; it is "Input" or "Output"."""
+    errors = [
+        {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
+        for e in validator.iter_errors(value)
+    ]
+    if errors:
+        raise SchemaValidationError(f"{what} validation failed: {errors}", errors)
+
+
+def _calls_behind(error: BaseException) -> list[PipelineContext]:
+    """apcore's calls that `error`, and each error it followed from, came through.
+
+    Read from the tracebacks, as an error's own `call_chain` knows nothing of the error that it was made of.
+    """
+    behind, seen = [error], set[int]()
+    for each in behind:
+        parts = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        others = [e for e in (each.__cause__, each.__context__, *parts) if e is not None and id(e) not in seen]
+        seen.update(map(id, others))
+        behind += others
+    frames = (frame for each in behind for frame, _ in traceback.walk_tb(each.__traceback__))
+    return [value for frame in frames for value in frame.f_locals.values() if type(value) is PipelineContext]
 
 
 class _ErrorMapper:
     """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
 
-    Of a tool that takes `x-sensitive` arguments neither says more than what failed and where: no text that a module
-    or a validator wrote, as nobody can tell how it spells a secret. Used after a call failed, so it may take its time.
+    Where a module with `x-sensitive` inputs took part in the call, neither says more than what failed and where: no
+    text that a module or a validator wrote, as nobody can tell how it spells a secret. Whatever a module made of its
+    error, there is an answer. Used after a call failed, so it may take its time.
     """
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any]) -> None:
@@ -613,99 +662,103 @@ class _ErrorMapper:
 
     def to_result(self, error: BaseException) -> dict[str, Any]:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
-        code, cause = "GENERAL_INTERNAL_ERROR", error
-        if isinstance(error, ModuleError):
-            code, cause = error.code, error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
-        step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
-        if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
-            error = cause = _not_json()
-            code = error.code
-        if not isinstance(error, ModuleError) or not isinstance(cause, ModuleError):
-            return self._unexpected(cause, code)
+        try:
+            cause = error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
+            step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
+            if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
+                error = cause = _not_json(cause)
+            code = _text_of(error.code) if isinstance(error, ModuleError) else "GENERAL_INTERNAL_ERROR"
+            text, withheld = _UNEXPECTED, self._is_sensitive(error, "input_schema")
+            report: dict[str, Any] = {}
+            if isinstance(error, ModuleError) and isinstance(cause, ModuleError):
+                text, report = self._tell(error, code, step, withheld)
+            quotes_output = code in ("SCHEMA_VALIDATION_ERROR", "OUTPUT_SERIALIZATION_ERROR")
+            self._log(cause, text, withheld or (quotes_output and self._is_sensitive(error, "output_schema")))
+            flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
+            return _failure(text, code, **{key: flag for key, flag in flags.items() if isinstance(flag, bool)} | report)
+        except BaseException as another:  # an error of a module's own class may do anything when it is looked at
+            frames = "".join(traceback.format_tb(another.__traceback__))
+            self._log(error, f"(cannot be read)\n{frames}", withheld=True)
+            return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
+
+    def _is_sensitive(self, error: BaseException, side: str) -> bool:
+        """Whether a module that took part in the call marks something `x-sensitive`, or who took part is not known."""
+        calls = _calls_behind(error)
+        chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else [self._tool.module_id]
+        modules = (self._tool.descriptor, *(call.module for call in calls))
+        schemas = [getattr(module, side, None) or {} for module in modules]
+        return not {call.module_id for call in calls}.issuperset(chain) or any(
+            _marks_sensitive(schema if isinstance(schema, dict) else schema.model_json_schema()) for schema in schemas
+        )
+
+    def _log(self, error: BaseException, text: str, withheld: bool) -> None:
+        unexpected = None if isinstance(error, ModuleError) else error
+        if withheld and unexpected:
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            text, unexpected = f"(not shown: it may quote sensitive values)\n{frames}", None
+        elif not withheld:
+            text = _text_of(error)
+        told = self._tool.module_id, type(error).__name__, text
+        logger.error("Tool call error: %s - %s: %s", *told, exc_info=unexpected)
+
+    def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
+        """What the client is told, and what else there is to report."""
         if isinstance(error, SchemaValidationError):
-            text, details = self._validation(error, step)
-        else:
-            facts = {"module_id": "", "timeout_ms": 0, **error.details, "message": error.message}
-            sentence = _SENTENCES.get(code, f"Module error: {code}")
-            if self._tool.has_sensitive_input and code in _SENTENCES:
-                sentence = sentence.partition(":")[0]
-            text = sentence.format_map(facts) if code in _SENTENCES else sentence
-            details = {"timeout_ms": facts["timeout_ms"]} if code == "MODULE_TIMEOUT" else {}
-        logger.error("Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__, text)
-        return _failure(text, code, details, error)
+            return self._tell_validation(error, step, withheld)
+        sentence = _SENTENCES.get(code, _ANY_OTHER)
+        if withheld and code in _SENTENCES:
+            sentence = sentence.partition(":")[0]
+        milliseconds = int(error.details.get("timeout_ms", 0)) if code == "MODULE_TIMEOUT" else 0
+        facts = {"module_id": _text_of(error.details.get("module_id", "")), "message": _text_of(error.message)}
+        text = sentence.format(**facts, code=code, timeout_ms=milliseconds)
+        if code == "MODULE_TIMEOUT":
+            return text, {"error_details": {"timeout_ms": milliseconds}}
+        itself = error.details.get("call_chain") == [self._tool.module_id]
+        if withheld or not itself or code in ErrorCodeRegistry().all_codes:
+            return text, {}
+        advice = {key: getattr(error, key) for key in ("ai_guidance", "suggestion")}  # by the module's author
+        advice = {key: _text_of(value) for key, value in advice.items() if value}
+        return "\n".join(filter(None, (text, advice.get("ai_guidance")))), advice
 
-    def invalid_arguments(self) -> dict[str, Any] | None:
-        """The result for arguments that the advertised schema refuses, or None when it takes them."""
-        errors = _errors_of(self._arguments, self._tool.validator)
-        return self.to_result(SchemaValidationError(errors=errors)) if errors else None
-
-    def _unexpected(self, error: BaseException, code: str) -> dict[str, Any]:
-        told = "Tool call error: %s - %s: %s", self._tool.module_id, type(error).__name__
-        if self._tool.has_sensitive_input:
-            trace = "".join(traceback.format_tb(error.__traceback__))
-            logger.error(*told, f"(not shown: the tool takes sensitive values)\n{trace}")
-        else:
-            logger.error(*told, _text_of(error), exc_info=error)
-        return _failure("Internal error occurred", code)
-
-    def _validation(self, error: SchemaValidationError, step: str) -> tuple[str, dict[str, Any]]:
+    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
         if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
             # A module that this one called was given something wrong: not the client's fault, nor its business.
-            return f"Module error: {error.code}", {}
-        raw = [e if isinstance(e, dict) else dataclasses.asdict(e) for e in error.details.get("errors") or ()]
+            return _ANY_OTHER.format(code=error.code), {"user_fixable": False}
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
-        if step == "output_validation" or error.message.startswith("Output"):
-            errors = [{"field": ".".join(path), "code": code} for path, code in map(_place_and_code, raw)]
-            lines = [f"- {e['field'] or '(root)'} ({e['code']})" for e in errors]
-            return "\n".join(["Output validation failed:", *lines]), {"errors": errors}
-        errors = self._input_errors(raw)
+        of_output = step == "output_validation" or _text_of(error.message).startswith("Output")
+        errors = [_field_error(entry) for entry in error.details.get("errors") or ()]
+        self._name_missing(() if of_output else errors)
+        for e in errors if withheld or of_output else ():  # a message may quote the value, a part or the parent of it
+            e["message"] = "Field required" if e["code"] == "required" else "Value is not valid"
         lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
-        return "\n".join(["Input validation failed" + ":" * bool(lines), *lines]), {"errors": errors} if errors else {}
+        title = f"{'Output' if of_output else 'Input'} validation failed{':' * bool(lines)}"
+        report = {"error_details": {"errors": errors}} if errors else {}
+        return "\n".join([title, *lines]), {**report, "user_fixable": False} if of_output else report
 
-    def _input_errors(self, raw: list[dict[str, Any]]) -> list[dict[str, str]]:
-        """The errors as `{"field": "size.width", "code", "message"}`, with the names of missing fields filled in."""
-        missing: dict[tuple[str, ...], Iterator[str]] = {}
+    def _name_missing(self, errors: Iterable[dict[str, str]]) -> None:
+        """apcore reports a missing field at its parent, without its name."""
+        missing: dict[str, list[str]] = {}
         for e in self._tool.validator.iter_errors(self._arguments):
             if e.validator == "required":
                 absent = [name for name in e.validator_value if name not in e.instance]
-                missing.setdefault(tuple(map(str, e.absolute_path)), iter(absent))
-        errors = []
-        for entry in raw:
-            path, code = _place_and_code(entry)
-            message = str(entry.get("message", ""))
-            if code == "required":
-                path = [*path, *([name] if (name := next(missing.get(tuple(path), iter(())), None)) else [])]
-            if self._tool.has_sensitive_input:  # a message may quote the value, or a part of it, or its parent's
-                message = "Field required" if code == "required" else "Value is not valid"
-            errors.append({"field": ".".join(path), "code": code, "message": message})
-        return errors
+                missing[".".join(map(str, e.absolute_path))] = absent
+        for entry in errors:
+            if entry["code"] == "required" and (names := missing.get(entry["field"])):
+                entry["field"] = ".".join(filter(None, (entry["field"], names.pop(0))))
 
 
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # an exception of a user's may do anything
-        return "<exception str() failed>"
+def _field_error(entry: Any) -> dict[str, str]:
+    """`{"field": "a.0", "code": "type", "message": "..."}` from any form in which an invalid value is reported.
 
-
-def _errors_of(value: Any, validator: Draft202012Validator) -> list[dict[str, Any]]:
-    return [
-        {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
-        for e in validator.iter_errors(value)
-    ]
-
-
-def _place_and_code(entry: dict[str, Any]) -> tuple[list[str], str]:
-    """Where and why, from any form in which apcore reports a validation error.
-
-    `{"path": "/a/0", "keyword": "type"}`, `{"field": "a.0", "code": "int_type"}`, or the fields of a
-    `SchemaValidationErrorDetail` (apcore 0.28 to 0.31: "/" for the root, the keyword called `constraint`).
+    apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another, or a text.
     """
-    code = entry.get("code") or entry.get("keyword") or entry.get("constraint") or "invalid"
-    if "field" in entry:
-        return [step for step in str(entry["field"]).split(".") if step], str(code)
-    steps = str(entry.get("path", "")).split("/")[1:]
-    return [step.replace("~1", "/").replace("~0", "~") for step in steps if step], str(code)
+    if not isinstance(entry, dict):
+        entry = {"message": entry}
+    steps = _text_of(entry.get("path", "")).split("/")
+    path = ".".join(step.replace("~1", "/").replace("~0", "~") for step in steps if step)
+    code = entry.get("code") or entry.get("keyword") or "invalid"
+    told = {"field": entry.get("field", path), "code": code, "message": entry.get("message", "")}
+    return {key: _text_of(value) for key, value in told.items()}
 
 
 # ---- Documents: what a person reads of a tool; pure ----
@@ -995,7 +1048,7 @@ class _Call:
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         if self.session is not None:
-            await self.session.report_progress(progress, total, message)
+            await self.session.report_progress(progress, total, message if message is None else _text_of(message))
 
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
@@ -1126,6 +1179,7 @@ class _ExecutionRouter:
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._validate_inputs = catalog, executor, options.validate_inputs
+        self._formatter = options.output_formatter
         self._may_park = not options.stateless  # or the retry might reach a process that knows nothing of it
         self.admit: Callable[[Any], Awaitable[None]] | None = None  # given a request id, waits until the call may run
         self.parked: dict[str, _Call] = {}
@@ -1151,8 +1205,8 @@ class _ExecutionRouter:
                 return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
             call = _Call(tool, params.arguments or {}, ctx, may_park=self._may_park)
             if not call.parks:
-                return await self.execute(call)
-            call.task = asyncio.create_task(self.execute(call))
+                return await self.execute(call, self._formatter)
+            call.task = asyncio.create_task(self.execute(call, self._formatter))
             return await self._until_done_or_asked(call)
 
     async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
@@ -1188,8 +1242,8 @@ class _ExecutionRouter:
         task.add_done_callback(lambda _: self.parked.pop(state, None))
         return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
 
-    async def execute(self, call: _Call) -> dict[str, Any]:
-        """Run the module to its end; the tool result, of whatever kind."""
+    async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
+        """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
         tool, started = call.tool, time.perf_counter()
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
         told = {k: v for k, v in call.meta.items() if isinstance(v, str)} if "traceparent" in call.meta else {}
@@ -1197,13 +1251,13 @@ class _ExecutionRouter:
         context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
         self.running.add(call)
         try:
-            if self._validate_inputs and (refusal := _ErrorMapper(tool, call.arguments).invalid_arguments()):
-                return refusal
+            if self._validate_inputs:
+                _check(call.arguments, tool.validator, "Input")
             if tool.annotations.streaming and "progress_token" in call.meta:
                 output: Any = await self._stream(call, context)
             else:
                 output = await self._executor.call_async(tool.module_id, call.arguments, context)
-            return _success(tool, output)
+            return _success(tool, output, formatter)
         except asyncio.CancelledError as error:
             call.cancel()
             task = asyncio.current_task()
@@ -1236,8 +1290,7 @@ class _ExecutionRouter:
                 _merge(merged, chunk)
                 await call.report(number, None, _as_json(call.tool, chunk)[0])
         # apcore only logs it when the whole of what was streamed breaks the schema; a client would refuse the result.
-        if errors := _errors_of(_as_json(call.tool, merged)[1], call.tool.output_validator):
-            raise SchemaValidationError("Output validation failed", errors)
+        _check(_as_json(call.tool, merged)[1], call.tool.output_validator, "Output")
         return merged
 
 

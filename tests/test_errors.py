@@ -1,7 +1,7 @@
 """What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002, SRS 7.5.
 
-The design page (section 3: "Errors", "Validation", "Only listed tools can be called") adds the report in `_meta` and
-says what of `x-sensitive` arguments may be seen. Real registry, Executor, server and client.
+The design page (section 3: "Errors", "Validation", "Only listed tools can be called") adds the report in `_meta`, the
+advice of a module's author, and what of `x-sensitive` arguments may be seen. Real registry, Executor, server, client.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ from mcp.client import Client
 from mcp_types import CallToolResult
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from apcore_mcp import report_progress
+
 SECRET = "S3CR3T"
 """Part of every secret text below, so that no form of it, quoted or escaped, goes unseen."""
 PIN = 918273645
+REPORTED = {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
+REPORTED |= {"ai_guidance", "suggestion"}
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +66,7 @@ def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
     assert report["error_message"] == part.text
     assert isinstance(report["error_type"], str)
     assert report["error_type"]
-    assert report.keys() <= {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
+    assert report.keys() <= REPORTED
     return report
 
 
@@ -110,6 +114,32 @@ def raising(make: Callable[[], BaseException], *, awaits: bool = False) -> Funct
 WIDTH = {"field": "width", "code": "int_type", "message": "Input should be a valid integer"}
 NESTED = {"field": "parameters.width", "code": "missing", "message": "Field required"}
 CHAIN = ["chain.alpha", "chain.beta", "chain.alpha"]
+
+TEXTS = [
+    {"field": "", "code": "invalid", "message": "too wide"},
+    {"field": "", "code": "invalid", "message": "None"},
+    {"field": "a?", "code": "?", "message": ""},
+]
+
+
+def altered(error: ModuleError, **attributes: Any) -> ModuleError:
+    vars(error).update(attributes)
+    return error
+
+
+class Unreadable(ModuleError):
+    """An error that raises one of its own when it is looked at."""
+
+    raised: type[BaseException] = RuntimeError
+
+    @property
+    def suggestion(self) -> str:  # type: ignore[override]
+        raise self.raised("/etc/passwd")
+
+    @suggestion.setter
+    def suggestion(self, value: object) -> None:
+        pass
+
 
 # The error, what the client is told, and the rest of the report.
 TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
@@ -183,13 +213,39 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
         {"error_type": "GENERAL_INTERNAL_ERROR", "retryable": True, "user_fixable": False},
     ),
     "custom": (
-        lambda: ModuleError(
-            "VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}, ai_guidance="mcp_client_123"
-        ),
+        lambda: ModuleError("VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}),
         "Module error: VENDOR_{CODE}",
         {"error_type": "VENDOR_{CODE}"},
     ),
+    # What a module can make of an error, and an answer must survive.
+    "texts": (
+        lambda: SchemaValidationError("bad", errors=["too wide", None, {"field": "a\ud800", "code": "\ud800"}]),  # type: ignore[list-item]
+        "Input validation failed:\n- (root): too wide (invalid)\n- (root): None (invalid)\n- a?:  (?)",
+        {"error_type": "SCHEMA_VALIDATION_ERROR", "error_details": {"errors": TEXTS}},
+    ),
+    "no_list": (
+        lambda: altered(SchemaValidationError("bad"), details={"errors": 5}),
+        "Internal error occurred",
+        {"error_type": "GENERAL_INTERNAL_ERROR"},
+    ),
+    "surrogate": (lambda: InvalidInputError("a\ud800b"), "Invalid input: a?b", {}),
+    "surrogate_code": (lambda: ModuleError("A\ud800", "m"), "Module error: A?", {"error_type": "A?"}),
+    "surrogate_id": (lambda: ModuleNotFoundError("\udfff"), "Module not found: ?", {}),
+    "number_as_code": (lambda: ModuleError(7, "m"), "Module error: 7", {"error_type": "7"}),  # type: ignore[arg-type]
+    "no_flags": (
+        lambda: ModuleError("FLAGS", "m", retryable=object(), user_fixable=float("nan")),
+        "Module error: FLAGS",
+        {"retryable": None, "user_fixable": None},
+    ),
+    "no_time": (
+        lambda: ModuleTimeoutError("slow.module", float("nan")),  # type: ignore[arg-type]
+        "Internal error occurred",
+        {"error_type": "GENERAL_INTERNAL_ERROR"},
+    ),
+    "raises": (lambda: Unreadable("UNREADABLE", "m"), "Internal error occurred", {}),
+    "exits": (lambda: altered(Unreadable("UNREADABLE", "m"), raised=SystemExit), "Internal error occurred", {}),
 }
+MADE_UP = [*TABLE][[*TABLE].index("texts") :]
 UNSAID = ("mcp_client_123", "admin.delete_all", "chain.alpha", "chain.beta", "slow.module", "/etc/passwd", "Traceback")
 
 
@@ -250,8 +306,16 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
         if "error_details" not in expected and "timeout" not in name:
             assert "error_details" not in report
         assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
+    error = make()
+    logged = str(error).encode(errors="replace").decode()
+    if name in ("depth", "circular", "frequency"):  # whose chain has modules that took no part, so nobody knows them
+        logged = text
     for tool, record in zip(tools, errors_logged(caplog), strict=True):
-        assert record.getMessage().startswith(f"Tool call error: {tool} - {type(make()).__name__}: ")
+        said = f"Tool call error: {tool} - {type(error).__name__}: "
+        if text == "Internal error occurred":  # it could not be looked at
+            assert record.getMessage().startswith(said)
+        else:
+            assert record.getMessage() == said + logged
         assert f"Tool call: {tool}" in [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
 
 
@@ -306,14 +370,42 @@ async def test_the_report_is_the_same_in_both_eras(failing: str, mode: str) -> N
         timeout = await client.call_tool("fails.timeout.later", {})
         validation = await client.call_tool("fails.validation.now", {})
         exits = await client.call_tool("fails.system_exit.later", {})
+        made_up = {name: await client.call_tool(f"fails.{name}.now", {}) for name in MADE_UP}
         unknown = await client.call_tool("fails.nothing.here", {})
+    for name, result in made_up.items():
+        failure(result, TABLE[name][1])
     assert failure(timeout, TABLE["timeout"][1])["error_details"] == {"timeout_ms": 30000}
     assert failure(validation, TABLE["validation"][1])["error_details"] == {"errors": [WIDTH, NESTED]}
     failure(exits, "Internal error occurred")
     assert failure(unknown, "Module not found: fails.nothing.here")["error_type"] == "MODULE_NOT_FOUND"
 
 
+async def speaking_badly(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    for number, message in enumerate(("half \ud800", Unprintable(), None)):
+        await report_progress(context, number, 3, message)  # type: ignore[arg-type]
+    return {"still": "alive"}
+
+
+async def test_what_a_module_says_beside_its_answer_cannot_break_it(mode: str) -> None:
+    module = FunctionalModule(speaking_badly, documentation="# Half\n\n\udfff")
+    heard: list[str | None] = []
+
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
+        heard.append(message)
+
+    async with connect({"demo.speaks": module}, mode=mode) as client:
+        result = await client.call_tool("demo.speaks", {}, progress_callback=hear)
+        (resource,) = (await client.list_resources()).resources
+        read = await client.read_resource(resource.uri)
+    assert result.structured_content == {"still": "alive"}
+    assert heard[0] == "half ?"
+    assert read.contents[0].model_dump()["text"] == "# Half\n\n?"
+
+
 # ---- Errors that apcore itself produces ----
+
+
+SECRETIVE = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
 
 
 class Broken(Middleware):
@@ -380,14 +472,55 @@ def guarded() -> Iterator[str]:
         pytest.param("outer.crash", "Internal error occurred", id="inner-module-raises"),
     ],
 )
-async def test_a_guard_of_the_executor_is_told_without_its_details(guarded: str, tool: str, text: str) -> None:
+async def test_a_guard_of_the_executor_is_told_without_its_details(
+    guarded: str, tool: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with client_of(guarded) as client:
         result = await client.call_tool(tool, {})
     failure(result, text)
+    (record,) = errors_logged(caplog)
+    assert re.search(r"Error: (\[[A-Z_]+\] .*(door|slow|33|round|often)|/etc/passwd)", record.getMessage())
     said = result.model_dump_json(by_alias=True)
     assert [
         word for word in ("call_chain", "caller", "@", "door", "deep.", "round.", "often.", "/etc") if word in said
     ] == []
+
+
+# ---- What a module's author wrote for an agent ----
+
+ADVICE = {"ai_guidance": "Ask for a later day.\ud800", "suggestion": "tomorrow"}
+
+
+def own() -> ModuleError:
+    return ModuleError("DAY_IS_FULL", "no room on 2026-02-03", **ADVICE)
+
+
+# Who fails and how, and whether the agent hears the advice.
+ADVISED: list[Any] = [
+    pytest.param({"demo.book": raising(own)}, True, id="own-error"),
+    pytest.param({"demo.book": raising(own, awaits=True)}, True, id="own-error-later"),
+    pytest.param({"demo.book": raising(lambda: InvalidInputError("no", **ADVICE))}, False, id="code-of-apcore"),
+    pytest.param({"demo.book": calls("inner.book"), "inner.book": raising(own)}, False, id="of-a-module-it-called"),
+    pytest.param(
+        {"demo.book": FunctionalModule(raising(own).execute, input_schema=SECRETIVE)}, False, id="sensitive-input"
+    ),
+]
+
+
+@pytest.mark.parametrize(("modules", "told"), ADVISED)
+async def test_the_advice_of_a_modules_author_reaches_the_agent(
+    modules: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    async with connect(modules, mode=mode) as client:
+        report = failure(await client.call_tool("demo.book", {}))
+    advice = {key: report[key] for key in ADVICE if key in report}
+    if told:
+        assert report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?"
+        assert advice == {"ai_guidance": "Ask for a later day.?", "suggestion": "tomorrow"}
+        assert "[DAY_IS_FULL] no room on 2026-02-03" in errors_logged(caplog)[0].getMessage()
+    else:
+        assert "later day" not in report["error_message"]
+        assert advice == {}
 
 
 # ---- Validation ----
@@ -526,7 +659,9 @@ async def test_a_wrong_output_is_the_modules_fault_and_its_values_stay_inside(sc
 
     async with connect({"gives.wrong": FunctionalModule(answer, output_schema=schema)}) as client:
         result = await client.call_tool("gives.wrong", {})
-    text = failure(result)["error_message"]
+    report = failure(result)
+    text = report["error_message"]
+    assert report["user_fixable"] is False
     assert text.startswith("Output validation failed:\n- ")
     assert "Input" not in text
     assert "count" in text
@@ -536,7 +671,9 @@ async def test_a_wrong_output_is_the_modules_fault_and_its_values_stay_inside(sc
 
 @pytest.mark.parametrize("schema", [Size, Size.model_json_schema()], ids=["model", "dict"])
 @pytest.mark.parametrize("inner", ["inputs", "output"])
-async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(schema: Any, inner: str) -> None:
+async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(
+    schema: Any, inner: str, caplog: pytest.LogCaptureFixture
+) -> None:
     wrong = {"width": "inner-value", "height": 1}
     if inner == "inputs":
         module = FunctionalModule(echo, input_schema=schema)
@@ -548,10 +685,12 @@ async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(sch
     }
     async with connect(modules) as client:
         result = await client.call_tool("outer.caller", {"width": 1, "height": 2})
-    report = failure(result)
+    report = failure(result, "Module error: SCHEMA_VALIDATION_ERROR")
     said = result.model_dump_json(by_alias=True)
     assert [word for word in ("inner-value", "inner.called", "width", "Input validation") if word in said] == []
     assert "error_details" not in report
+    assert report["user_fixable"] is False
+    assert "width" in errors_logged(caplog)[0].getMessage()
 
 
 # ---- Only listed tools ----
@@ -710,7 +849,7 @@ async def test_a_validation_error_never_repeats_a_sensitive_value(
     assert len(errors_logged(caplog)) == len(quoting)
 
 
-def login_of(fail: Callable[[dict[str, Any]], object]) -> FunctionalModule:
+def login_of(fail: Callable[[dict[str, Any]], object], **attributes: Any) -> FunctionalModule:
     """A module that takes secrets of every kind and fails in its own way."""
 
     def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -726,7 +865,7 @@ def login_of(fail: Callable[[dict[str, Any]], object]) -> FunctionalModule:
         tokens={"type": "object", "additionalProperties": sensitive(type="string")},
         either={"anyOf": [of(key=sensitive(type="string")), {"type": "null"}]},
     )
-    return FunctionalModule(run, input_schema=schema)
+    return FunctionalModule(run, input_schema=schema, **attributes)
 
 
 def throw(error: BaseException, cause: BaseException | None = None) -> NoReturn:
@@ -772,23 +911,71 @@ SPEAKING: dict[str, Callable[[dict[str, Any]], object]] = {
 PASSWORDS = {"plain": SECRET, "quotes": f"\"'{SECRET}\\'\"é", "lines": f"-----BEGIN-----\n{SECRET}\n-----END-----"}
 
 
+# How a module that takes no secret calls one that does, and what it makes of the error.
+async def passing_on(inputs: dict[str, Any], context: Any) -> Any:
+    return await context.executor.call_async("demo.login", inputs, context)
+
+
+def from_a_thread(inputs: dict[str, Any], context: Any) -> Any:
+    return context.executor.call("demo.login", inputs, context)
+
+
+async def without_its_context(inputs: dict[str, Any], context: Any) -> Any:
+    return await context.executor.call_async("demo.login", inputs)
+
+
+async def through_a_third(inputs: dict[str, Any], context: Any) -> Any:
+    return await context.executor.call_async("passing.on", inputs, context)
+
+
+async def in_a_group(inputs: dict[str, Any], context: Any) -> Any:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(context.executor.call_async("demo.login", inputs, context))
+
+
+async def wrapped(inputs: dict[str, Any], context: Any) -> Any:
+    try:
+        return await context.executor.call_async("demo.login", inputs, context)
+    except BaseException as error:
+        raise RuntimeError(f"cannot log in: {error!r}") from error
+
+
+async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+    yield {"began": True}
+    await context.executor.call_async("demo.login", inputs, context)
+
+
+WAYS: list[Callable[..., Any]] = [
+    *(passing_on, from_a_thread, without_its_context, through_a_third, in_a_group, wrapped, streaming)
+]
+
+
 @pytest.fixture(scope="module")
-def speaking() -> Iterator[str]:
-    with serving(
-        registry_of({f"says.{name.replace('-', '_')}": login_of(fail) for name, fail in SPEAKING.items()})
-    ) as url:
-        yield url
+def speaking() -> Iterator[dict[str, str]]:
+    """For each way to fail a server of one module that fails so, and of some that call it."""
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        for name, fail in SPEAKING.items():
+            modules: dict[str, Any] = {way.__name__.replace("_", ".", 1): way for way in WAYS}
+            modules["streaming"] = FunctionalModule(
+                passing_on, stream=streaming, annotations=ModuleAnnotations(streaming=True)
+            )
+            hidden = ModuleAnnotations(discoverable=name != "plain")  # what is not listed has secrets too
+            modules["demo.login"] = login_of(fail, annotations=hidden)
+            urls[name] = stack.enter_context(serving(registry_of(modules)))
+        yield urls
 
 
 @pytest.mark.parametrize("name", SPEAKING)
 async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
-    speaking: str, name: str, caplog: pytest.LogCaptureFixture
+    speaking: dict[str, str], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    tool = f"says.{name.replace('-', '_')}"
     leaks = []
-    async with client_of(speaking) as client:
-        for kind, password in PASSWORDS.items():
+    async with client_of(speaking[name]) as client:
+        calls = [("demo.login", password) for password in PASSWORDS.values() if name != "plain"]
+        calls += [(way.__name__.replace("_", ".", 1), PASSWORDS["plain"]) for way in WAYS]
+        for tool, password in calls:
             # None is part of another, or one's mask would hide that the other has none.
             secret = {
                 f: password.replace(SECRET, f"{SECRET}-{f}-") for f in ("password", "key", "box", "map", "either")
@@ -808,7 +995,7 @@ async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
             (record,) = errors_logged(caplog)
             assert record.getMessage().startswith(f"Tool call error: {tool} - ")
             places = {"result": result.model_dump_json(by_alias=True), "log": everything_logged(caplog)}
-            leaks += [(kind, place, word) for place in places for word in (SECRET, str(PIN)) if word in places[place]]
+            leaks += [(tool, place, word) for place in places for word in (SECRET, str(PIN)) if word in places[place]]
     assert leaks == []
 
 
@@ -819,7 +1006,7 @@ async def test_of_a_tool_with_sensitive_input_the_log_says_what_failed_and_where
     async with connect({"demo.login": module}) as client:
         failure(await client.call_tool("demo.login", {"user": "bob", "password": TOKEN}), "Internal error occurred")
     (record,) = errors_logged(caplog)
-    assert "demo.login - RuntimeError: (not shown: the tool takes sensitive values)" in record.getMessage()
+    assert "demo.login - RuntimeError: (not shown: it may quote sensitive values)" in record.getMessage()
     assert "in throw\n    raise error from cause" in record.getMessage()
 
 

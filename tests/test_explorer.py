@@ -156,6 +156,13 @@ def test_a_call_is_answered_in_json(
     assert (response.status_code, response.json()) == (status, answer)
 
 
+def test_a_result_is_json_whatever_an_output_formatter_makes_of_the_text() -> None:
+    options = {"explorer": True, "allow_execute": True, "output_formatter": lambda value: "a text"}
+    with serving(registry_of(modules()), **options) as url:
+        response = httpx.post(f"{url}/explorer/tools/image.resize/call", json={"width": 800})
+    assert response.json() == {"result": {"width": 800}}
+
+
 def test_wrong_input_is_told_with_its_field(explorer: httpx.Client) -> None:
     response = explorer.post("/explorer/tools/image.resize/call", json={"width": "wide"})
     told = response.json()

@@ -400,6 +400,42 @@ async def test_redact_output_false_shows_what_the_module_gave(
     assert REDACTED not in json.dumps(tool.output_schema)
 
 
+# ---- output_formatter ----
+
+
+def emptied(value: Any) -> str:
+    value.clear()
+    return "nothing left\ud800"
+
+
+@pytest.mark.parametrize(
+    ("formatter", "text"),
+    [
+        pytest.param(lambda value: "\n".join(f"{k} = {v}" for k, v in value.items()), None, id="text"),
+        pytest.param(emptied, "nothing left?", id="takes-it-apart"),
+        pytest.param(lambda value: value["no such"], "JSON", id="raises"),
+        pytest.param(lambda value: None, "JSON", id="no-text"),
+    ],
+)
+async def test_an_output_formatter_writes_the_text_and_nothing_else(
+    formatter: Callable[[Any], str], text: str | None, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    schema = {"type": "object", "properties": {"key": {"type": "string", "x-sensitive": True}}}
+    made = {"day": date(2026, 2, 3), "key": "S3CR3T"}
+    shown = {"day": "2026-02-03", "key": REDACTED}
+    modules = {"demo.typed": gives(made, output_schema=schema), "demo.plain": gives(shown, output_schema={})}
+    async with connect(modules, mode=mode, output_formatter=formatter) as client:
+        typed, plain = await client.call_tool("demo.typed", {}), await client.call_tool("demo.plain", {})
+    for result in (typed, plain):
+        if text == "JSON":
+            assert parsed(text_of(result)) == shown
+        else:
+            assert text_of(result) == (text or f"day = 2026-02-03\nkey = {REDACTED}")
+    assert (typed.structured_content, plain.structured_content) == (shown, None)
+    failed = [r for r in caplog.records if "output_formatter failed" in r.getMessage() and r.exc_info]
+    assert len(failed) == (2 if text == "JSON" else 0)
+
+
 # ---- Execution ----
 
 
