@@ -29,9 +29,10 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import fnmatch
 import functools
+import glob
 import hashlib
-import importlib.util
 import inspect
 import ipaddress
 import json
@@ -850,117 +851,147 @@ def _document(tool: _Tool) -> str:
 
 # ---- Catalog: the registry as a list of tools that follows it; any thread ----
 
+_LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
+
+
+@contextlib.contextmanager
+def _left_out(what: object) -> Iterator[None]:
+    """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        told = f"definition {error} is missing" if type(error) is KeyError else _text_of(error)
+        logger.warning("%s is left out: %s", what, told if isinstance(error, Exception) else repr(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """What is listed at one moment."""
+
+    tools: dict[str, _Tool]  # by module id, sorted
+    by_name: dict[str, _Tool]  # in either spelling
+    listings: dict[bool, list[dict[str, Any]]]  # portable or not, as soon as somebody has asked
+
 
 class _ToolCatalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
     A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
     swaps in a new table, so a reader never sees half a change. A module that cannot become a tool is left out with a
-    WARNING that names it. `on_change` is called on the thread of the event.
+    WARNING that names it. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`.
     """
 
     def __init__(self, options: _Options) -> None:
         self._registry, self._options, self._lock = options.registry, options, threading.Lock()
-        tags = list(options.tags or ()) or None
-        self._eligible = functools.partial(self._registry.list, tags=tags, prefix=options.prefix)
-        self._by_name: dict[str, _Tool] = {}
-        self._listings: dict[bool, list[dict[str, Any]]] = {}
-        self._tools: dict[str, _Tool] = {}
-        self.on_change: Callable[[], None] = lambda: None
-        for event in ("register", "unregister"):  # before the first look, or a module could slip in between
+        self._table = _Table({}, {}, {})
+        self._changed = deque(self._registry.list())
+        self._on_change: Callable[[], None] = lambda: None
+        self._closed = threading.Event()
+
+    def follow(self, on_change: Callable[[], None]) -> None:
+        """Take in every change from now on; `on_change` is called on the thread of each."""
+        self._on_change = on_change
+        if self._options.dynamic:
+            look = _look_at_files(self._registry)
+            threading.Thread(target=self._follow_files, args=[look], name="apcore-mcp-files", daemon=True).start()
+        for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
-        self._changed = deque(self._eligible())
+        self._changed.extend(self._registry.list())  # not before, or a module could slip in between
 
     def close(self) -> None:
+        self._closed.set()
         for event in ("register", "unregister"):
             self._registry.off(event, self._note_change)
-
-    def _note_change(self, module_id: str, _module: object) -> None:
-        self._changed.append(module_id)
-        self.on_change()
 
     @property
     def tools(self) -> dict[str, _Tool]:
         """The listed tools by module id, sorted by it."""
-        self._refresh()
-        return self._tools
+        return self._now().tools
 
     def find(self, name: str) -> _Tool | None:
         """The listed tool that a client calls `name`, in either spelling."""
-        self._refresh()
-        return self._by_name.get(name)
+        return self._now().by_name.get(name)
 
     def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
         """The tools as `tools/list` sends them; built once per change, so not to be written to."""
-        self._refresh()
-        listings = self._listings
-        if portable not in listings:
-            listings[portable] = [tool.definition(portable=portable) for tool in self._tools.values()]
-        return listings[portable]
+        table = self._now()
+        if portable not in table.listings:
+            table.listings[portable] = [tool.definition(portable=portable) for tool in table.tools.values()]
+        return table.listings[portable]
 
-    def _refresh(self) -> None:
-        if not self._changed:
-            return
-        with self._lock:
-            changed = {self._changed.popleft() for _ in range(len(self._changed))}
-            built = map(self._build, changed & {*self._eligible()})
-            kept = (tool for module_id, tool in self._tools.items() if module_id not in changed)
-            tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
-            self._by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
-            self._listings = {}
-            self._tools = dict(sorted(tools.items()))
+    def _note_change(self, module_id: str, _module: object = None) -> None:
+        self._changed.append(module_id)
+        self._on_change()
+
+    def _now(self) -> _Table:
+        with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
+            if self._changed:
+                changed = {self._changed.popleft() for _ in range(len(self._changed))}
+                built = map(self._build, changed & {*self._registry.list(prefix=self._options.prefix)})
+                kept = (tool for module_id, tool in self._table.tools.items() if module_id not in changed)
+                tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
+                by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
+                self._table = _Table(dict(sorted(tools.items())), by_name, {})
+            return self._table
 
     def _build(self, module_id: str) -> _Tool | None:
-        try:
-            return _Tool.build(self._define(module_id), redact_output=self._options.redact_output)
-        except Exception as error:  # one bad module never takes the others down
-            reason = f"definition {error} is missing" if type(error) is KeyError else error
-            logger.warning("Module %s is left out: %s", module_id, reason)
-            return None
+        with _left_out(f"Module {module_id}"):
+            if descriptor := self._define(module_id):
+                return _Tool.build(descriptor, redact_output=self._options.redact_output)
+        return None
 
-    def _define(self, module_id: str) -> ModuleDescriptor:
+    def _define(self, module_id: str) -> ModuleDescriptor | None:
+        """The module's definition, or None when it is not wanted, or gone meanwhile."""
         while True:
-            module, descriptor = self._registry.get(module_id), self._registry.get_definition(module_id)
-            if module is None or descriptor is None:
-                raise LookupError("it has no definition (unregistered meanwhile?)")
+            module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
+            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
+            if module is None or not all(tag in tags for tag in self._options.tags or ()):
+                return None
+            descriptor = self._registry.get_definition(module_id)
             # apcore looks a module up first and then what is said of it, which may be of its successor.
             if module is self._registry.get(module_id):
                 return descriptor
 
+    def _follow_files(self, look: dict[str, Any]) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            before, look = look, _look_at_files(self._registry)
+            for path in sorted(path for path in {*before, *look} if before.get(path) != look.get(path)):
+                with _left_out(path):
+                    # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
+                    self._note_change(_reload(self._registry, path))
 
-def _watch(registry: Registry) -> Callable[[], None]:
-    """Reload the modules of the registry's directories as their files change; returns what ends that."""
-    from watchdog.events import FileSystemEvent, FileSystemEventHandler
-    from watchdog.observers import Observer
 
-    # `Registry.watch()` gives watchdog a handler without the `dispatch` it calls (apcore 0.28 to 0.32), and what that
-    # handler would call has no public name.
-    internals = cast(Any, registry)
-    known: dict[str, tuple[int, int]] = {}
+def _look_at_files(registry: Registry) -> dict[str, Any]:
+    """Size and time of each file that may hold a module, and of the metadata beside it."""
+    roots = [os.path.realpath(root["root"]) for root in cast(Any, registry)._extension_roots]  # no public name
+    folders = [(folder, names) for root in roots for folder, _, names in os.walk(root)]
+    paths = [os.path.join(folder, name) for folder, names in folders for name in fnmatch.filter(names, "[!._]*.py")]
+    return {path: (_size_and_time(path), _size_and_time(f"{path[:-3]}_meta.yaml")) for path in paths}
 
-    class Reload(FileSystemEventHandler):
-        def on_any_event(self, event: FileSystemEvent) -> None:
-            for path in map(str, (event.src_path, event.dest_path)):
-                if event.is_directory or not path.endswith(".py") or os.path.basename(path).startswith(("_", ".")):
-                    continue
-                try:
-                    state = os.stat(path).st_mtime_ns, os.stat(path).st_size
-                except OSError:
-                    known.pop(path, None)
-                    internals._handle_file_deletion(path)
-                else:
-                    if state[1] and known.get(path) != state:  # not while it is still empty, and once for each state
-                        known[path] = state
-                        with contextlib.suppress(SystemExit):  # of a module that ends while it is imported
-                            internals._handle_file_change(path)
 
-    observer = Observer()
-    for root in internals._extension_roots:
-        for path in Path(root["root"]).rglob("*.py"):
-            known[str(path)] = path.stat().st_mtime_ns, path.stat().st_size
-        observer.schedule(Reload(), str(root["root"]), recursive=True)
-    observer.start()
-    return observer.stop
+def _size_and_time(path: str) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return None
+
+
+def _reload(registry: Registry, path: str) -> str:
+    """Register the module of a file as it is now instead of what it was; its id."""
+    module_id: str = cast(Any, registry)._canonical_id_for_path(path)  # no public name
+    module, told = registry.get(module_id), registry.get_module_metadata(module_id)
+    if module is not None and not type(module).__module__.startswith("apcore_ext"):
+        return module_id  # it did not come out of a file
+    loaded = not os.path.exists(path)
+    with _left_out(path):
+        registry.unregister(module_id)
+    with _left_out(path):
+        loaded = loaded or registry.discover(path_filter=glob.escape(path)) > 0
+    if module is not None and not loaded:  # what cannot be loaded changes nothing
+        registry.register(module_id, module, told["version"], told)
+    return module_id
 
 
 # ---- Calls: one running tool call: progress, questions, approval, cancellation; event loop only ----
@@ -1348,13 +1379,11 @@ class _Bridge:
             with contextlib.suppress(RuntimeError):  # the loop has closed; nobody is left to tell
                 loop.call_soon_threadsafe(self._changed.set)
 
-        self.catalog.on_change = wake
+        self.catalog.follow(wake)
         self.start(self._announce())
-        self._unwatch = _watch(self.options.registry) if self.options.dynamic else lambda: None
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._unwatch()
         self.catalog.close()
         self.router.stop()
         self._release_executor()
@@ -2015,7 +2044,7 @@ class _Options:
     log_level: str | None = _option(None, "log level of apcore_mcp, on stderr", choices=_LOG_LEVELS)
     on_startup: Callable[[], Any] | None = None
     on_shutdown: Callable[[], Any] | None = None
-    dynamic: bool = _option(False, "follow changes of the extensions directory (needs apcore-mcp[watch])")
+    dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
@@ -2055,8 +2084,6 @@ class _Options:
 
             if not all(isinstance(item, Middleware) for item in self.middleware):
                 raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r}")
-        if self.dynamic and importlib.util.find_spec("watchdog") is None:
-            raise ImportError('dynamic needs the watchdog package: pip install "apcore-mcp[watch]"')
 
     def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
         """Hold one value against its annotation and its choices, of which it becomes the one it is in whatever case."""
@@ -2174,7 +2201,6 @@ def to_openai_tools(
     """
     options = _Options(registry_or_executor, tags=tags, prefix=prefix)
     catalog = _ToolCatalog(options)
-    catalog.close()
     tools = []
     for module_id, tool in catalog.tools.items():
         if "-" in module_id:
@@ -2261,7 +2287,6 @@ _EXPORTS = ("mcp", "openai", "openai-strict", "markdown")
 def _export(options: _Options, form: str) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
     catalog = _ToolCatalog(options)
-    catalog.close()
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
     if form == "mcp":

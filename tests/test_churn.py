@@ -16,6 +16,7 @@ import threading
 import weakref
 from typing import Any
 
+import httpx
 import pytest
 from apcore import Registry
 from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, free_port, registry_of, serving, until
@@ -23,7 +24,7 @@ from mcp.client import Client
 from mcp.shared.exceptions import MCPError
 from test_live import followed, listed, text_of
 
-from apcore_mcp import MCPServer, to_openai_tools
+from apcore_mcp import MCPServer, async_serve, to_openai_tools
 
 ERAS = (HANDSHAKE, MODERN)
 
@@ -193,6 +194,41 @@ def test_a_module_that_changes_while_it_is_looked_at_is_of_one_edition_or_not_th
     for tool in to_openai_tools(registry)[:-1]:
         said, schema = tool["function"]["description"], tool["function"]["parameters"]
         assert said == f"edition {schema['properties']['n']['const']}"
+
+
+async def test_who_reads_while_another_thread_takes_a_change_in_sees_the_change() -> None:
+    """One app, asked by two threads; the first is held up by a module that takes its time to describe itself."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        @staticmethod
+        def model_json_schema() -> dict[str, Any]:
+            entered.set()
+            go_on.wait(10)
+            return {"type": "object"}
+
+    registry = registry_of({"stays": echo})
+    counts: dict[str, int] = {}
+
+    def ask(app: Any, who: str) -> None:
+        async def get() -> int:
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+                return int((await client.get("/health")).json()["tools_count"])
+
+        counts[who] = asyncio.run(get())
+
+    async with async_serve(registry) as app:
+        registry.register("slow", FunctionalModule(echo, output_schema=Slow))
+        threads = [threading.Thread(target=ask, args=(app, who), daemon=True) for who in ("first", "second")]
+        threads[0].start()
+        assert await asyncio.to_thread(entered.wait, 10)
+        threads[1].start()
+        await asyncio.to_thread(threads[1].join, 0.5)  # it waits for the first one; if not, it has ended by now
+        go_on.set()
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 10)
+    assert counts == {"first": 2, "second": 2}
 
 
 # ---- Servers ----

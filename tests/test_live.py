@@ -17,7 +17,6 @@ import math
 import os
 import queue
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -403,7 +402,29 @@ def test_a_server_that_has_ended_no_longer_listens_to_the_registry(caplog: pytes
     assert not [record for record in caplog.records if record.name.startswith("apcore_mcp")]
 
 
-# ---- A watched directory ----
+def test_a_start_that_fails_leaves_nothing_on_the_registry() -> None:
+    class Unlisted(CountingRegistry):
+        def list(self, *args: Any, **kwargs: Any) -> list[str]:
+            raise OSError("its store has gone")
+
+    registry = Unlisted()
+    server = MCPServer(registry, transport="streamable-http", port=free_port())
+    with pytest.raises(OSError, match="its store has gone"):
+        server.start()
+    assert registry.listeners == []
+
+
+@pytest.mark.parametrize("tags", [[["a"]], [{"a": 1}, "public"], "public", 7], ids=str)
+async def test_tags_that_are_no_texts_keep_no_other_module_from_the_list(tags: Any) -> None:
+    registry = registry_of({"t.odd": FunctionalModule(echo, tags=tags), "t.other": FunctionalModule(echo, tags=["x"])})
+    async with connect(registry, tags=["public"]) as client:
+        assert set(await listed(client)) <= {"t.odd"}
+        registry.register("t.odder", FunctionalModule(echo, tags=tags))
+        registry.register("t.new", FunctionalModule(echo, tags=["public"]))
+        assert set(await listed(client)) - {"t.odd", "t.odder"} == {"t.new"}
+
+
+# ---- The files of modules ----
 
 MODULE_FILE = '''
 from typing import Any
@@ -423,69 +444,86 @@ class Hot:
 
     def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {{"said": "{words}"}}
+
+    {more}
 '''
+ENDS = "def {hook}(self): raise SystemExit('{hook}')"
 
 
-async def test_files_of_a_watched_directory_become_change_and_cease_to_be_tools(mode: str, tmp_path: Path) -> None:
-    path = tmp_path / "hot" / "ping.py"
-    path.parent.mkdir()
-    registry = Registry(extensions_dir=str(tmp_path))
+def write(path: Path, words: str, more: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(MODULE_FILE.format(words=words, more=more))
+
+
+def registry_of_files(directory: Path) -> Registry:
+    registry = Registry(extensions_dir=str(directory))
     registry.discover()
+    return registry
 
-    async with followed(registry, mode, dynamic=True) as (client, changes), asyncio.timeout(15):
 
-        async def until(act: Callable[[], object], expected: dict[str, str]) -> None:
-            shown: dict[str, str] | None = None
-            while shown != expected:
-                act()  # again: apcore drops an event that follows another closely, and may have read half a file
-                with contextlib.suppress(TimeoutError):
-                    while shown != expected:
-                        await asyncio.wait_for(changes.get(), 1)
-                        shown = {t.name: t.description or "" for t in (await client.list_tools()).tools}
+Shown = tuple[Client, asyncio.Queue[object]]
 
-        await until(lambda: path.write_text(MODULE_FILE.format(words="once")), {"hot.ping": "once"})
+
+async def wait_until_shown(following: Shown, expected: dict[str, str], *, only: bool = True) -> dict[str, str]:
+    """Wait for tools with these descriptions, and with `only` for no others; all that is listed then."""
+    client, changes = following
+    async with asyncio.timeout(15):
+        while True:
+            shown = {tool.name: tool.description or "" for tool in (await client.list_tools()).tools}
+            if shown == expected or (not only and expected.items() <= shown.items()):
+                return shown
+            await changes.get()
+
+
+async def test_files_become_change_and_cease_to_be_tools(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "hot" / "ping.py"
+    async with followed(registry_of_files(tmp_path), mode, dynamic=True) as following:
+        client, _ = following
+        write(path, "once")
+        await wait_until_shown(following, {"hot.ping": "once"})
         assert (await client.call_tool("hot.ping")).structured_content == {"said": "once"}
-        await until(lambda: path.write_text(MODULE_FILE.format(words="and again")), {"hot.ping": "and again"})
+        write(path, "and again")
+        await wait_until_shown(following, {"hot.ping": "and again"})
         assert (await client.call_tool("hot.ping")).structured_content == {"said": "and again"}
-        await until(lambda: path.unlink(missing_ok=True), {})
+        path.with_name("ping_meta.yaml").write_text("description: from the metadata")
+        await wait_until_shown(following, {"hot.ping": "from the metadata"})
+        path.unlink()
+        await wait_until_shown(following, {})
         assert text_of(await client.call_tool("hot.ping")) == "Module not found: hot.ping"
 
 
-WITHOUT_WATCHDOG = """
-import sys
-class Hiding:
-    def __init__(self, finder): self.finder = finder
-    def __getattr__(self, name): return getattr(self.finder, name)
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] == "watchdog" else self.finder.find_spec(name, path, target)
-sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-"""
-SERVED = """
-from apcore import Registry
-from apcore_mcp import serve
-try:
-    serve(Registry(), dynamic=True)
-except ImportError as error:
-    print(error, file=sys.stderr)
-    sys.exit(1)
-"""
-COMMANDED = """
-import runpy
-sys.argv = ["apcore-mcp", "--extensions-dir", "examples/extensions", "--dynamic"]
-runpy.run_module("apcore_mcp", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("program", [SERVED, COMMANDED], ids=["serve", "command-line"])
-def test_dynamic_without_watchdog_says_what_to_install(program: str) -> None:
-    arguments = [sys.executable, "-c", WITHOUT_WATCHDOG + program]
-    ended = subprocess.run(
-        arguments, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    assert "watchdog" in ended.stderr.splitlines()[-1]
-    assert "apcore-mcp[watch]" in ended.stderr.splitlines()[-1]
+async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following(tmp_path: Path) -> None:
+    """Whatever is beside the modules, and whatever a module raises when it comes and goes."""
+    extensions = tmp_path / "a[1]"  # what a pattern would be if it were none
+    for name in ("moved/away", "stays/kept", "stays/stuck"):
+        write(extensions / f"{name}.py", "old", ENDS.format(hook="on_unload") if "stuck" in name else "")
+    (extensions / ".#kept.py").symlink_to("user@host.123:456")  # as Emacs locks a file
+    (extensions / "linked.py").symlink_to("/nowhere/at/all.py")
+    registry = registry_of_files(extensions)
+    registry.register("image.resize", FunctionalModule(echo))
+    registry.register("by.hand", FunctionalModule(echo))
+    write(extensions / "helpers" / "size.py", "unregistered")
+    by_hand = {"image.resize": "A module of a test", "by.hand": "A module of a test"}
+    kept = {**by_hand, "stays.kept": "old"}
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        (extensions / "helpers" / "size.py").unlink()
+        (extensions / "moved").rename(tmp_path / "moved")
+        write(extensions / "by" / "hand.py", "not this one")
+        write(extensions / "New-Dir" / "My-Tool.py", "no id")
+        write(extensions / "system" / "health.py", "a reserved id")
+        write(extensions / "stays" / "stuck.py", "new")
+        write(extensions / "stays" / "late.py", "new", ENDS.format(hook="on_load"))
+        (extensions / "stays" / "kept.py").write_text("def broken(:")
+        write(extensions / "zz.py", "the last one")
+        shown = await wait_until_shown(following, {"zz": "the last one"}, only=False)
+        assert shown == {**kept, "stays.stuck": "new", "zz": "the last one"}
+        write(extensions / "stays" / "kept.py", "new", ENDS.format(hook="on_load"))
+        write(extensions / "stays" / "stuck.py", "newer", ENDS.format(hook="__init__"))
+        write(extensions / "zz.py", "once more")
+        shown = await wait_until_shown(following, {"zz": "once more"}, only=False)
+        assert shown == {**kept, "stays.stuck": "new", "zz": "once more"}
+        write(extensions / "stays" / "kept.py", "mended")
+        await wait_until_shown(following, {**kept, "stays.kept": "mended", "stays.stuck": "new", "zz": "once more"})
 
 
 # ---- Progress ----
