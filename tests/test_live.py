@@ -611,8 +611,8 @@ async def test_a_stream_that_breaks_the_output_schema_is_an_error(mode: str) -> 
     async with connect(modules, mode=mode) as client:
         told = {name: text_of(await client.call_tool(f"s.{name}", progress_callback=note)) for name in STREAMS}
     assert told == {
-        "nothing": "Output validation failed:\n- (root) (required)",
-        "wrong": "Output validation failed:\n- n (type)",
+        "nothing": "Output validation failed:\n- (root): Field required (required)",
+        "wrong": "Output validation failed:\n- n: Value is not valid (type)",
         "right": '{"n":2}',
     }
 
