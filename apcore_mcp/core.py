@@ -1348,6 +1348,7 @@ class _Bridge:
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
         self.options, self.closing = options, False
+        self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
         self.catalog = _ToolCatalog(options)
         self._executor, self._release_executor = options.executor(self.catalog)
         self.router = _ExecutionRouter(self.catalog, self._executor, options)
@@ -1402,13 +1403,15 @@ class _Bridge:
 
     async def finish(self) -> None:
         """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
+        self.deadline = self.deadline or asyncio.get_running_loop().time() + _SHUTDOWN_SECONDS
         self._listen.close()
-        try:
-            await asyncio.wait_for(self.activity.idle.wait(), _SHUTDOWN_SECONDS)
-        except TimeoutError:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self.deadline):
+                await self.activity.idle.wait()
+        if self.router.running:
             self.router.stop()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.activity.idle.wait(), 3)
+            with contextlib.suppress(TimeoutError):  # who asked is told, if that is quickly done
+                await asyncio.wait_for(self.activity.idle.wait(), 0.5)
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1416,6 +1419,9 @@ class _Bridge:
             return await call_next(ctx)
         if self.closing:
             raise _protocol_error(-32000, "Server is shutting down")
+        if task := asyncio.current_task():  # the request's own: it ends when the answer has been handed over
+            self.activity.__enter__()
+            task.add_done_callback(self.activity.__exit__)
         ready = ctx.session.client_params is not None or ctx.protocol_version >= _PARKING_VERSION
         if ctx.method == "tools/list" and ready and not (ctx.params or {}).keys() - {"_meta"}:
             return self._tool_list(ctx)  # past the SDK's validation, which would go through every tool of every answer
@@ -1729,26 +1735,36 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
 
-    listener = _listen(bridge.options)
+    listener, loop = _listen(bridge.options), asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
         app.middleware_stack = (
             app.build_middleware_stack()
         )  # now, or what a middleware refuses is seen request by request
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=3)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
         config.load()
         http = uvicorn.Server(config)
         http.lifespan = config.lifespan_class(config)
         await http.startup(sockets=[listener])
         ticking = asyncio.create_task(http.main_loop())
+
+        def drop() -> None:
+            for connection in [*http.server_state.connections]:
+                connection.transport.abort()
+
         try:
             yield ticking
         finally:
             http.should_exit = True
             await sessions.aclose()  # ends the streams that clients keep open, or the server would wait for them
             await asyncio.wait({ticking})
+            # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
+            left = max(0.0, bridge.deadline - loop.time())
+            config.timeout_graceful_shutdown = int(left) + 2
+            dropping = loop.call_later(left, drop)
             await http.shutdown(sockets=[listener])
+            dropping.cancel()
 
 
 # ---- stdio: pipes, and who owns the standard streams ----

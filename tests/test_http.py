@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -48,6 +49,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from test_eras import ACCEPT, answer, handshake, initialize_params, message, modern
+from test_live import clog
 
 from apcore_mcp import async_serve
 
@@ -678,11 +680,19 @@ def say(line):
 class Patient:
     description = "Waits for a file"
     input_schema = output_schema = {"type": "object"}
+    waiting = None
     async def execute(self, inputs, context):
         say("entered")
-        while not pathlib.Path(inputs["until"]).exists():
-            await asyncio.sleep(0.01)
+        self.waiting = self.waiting or asyncio.create_task(self.wait(inputs["until"]))
+        await asyncio.shield(self.waiting)  # so that all calls are done at the same moment
         return {"until": inputs["until"]}
+    async def wait(self, until):
+        while not pathlib.Path(until).exists():
+            await asyncio.sleep(0.01)
+
+class Big(Patient):
+    def execute(self, inputs, context):
+        return {"text": "x" * 8_000_000}
 
 class Endless(Patient):
     async def execute(self, inputs, context):
@@ -704,7 +714,7 @@ class Stubborn(Patient):
                 pass
 
 registry = Registry()
-for kind in (Patient, Endless, Blocking, Stubborn):
+for kind in (Patient, Big, Endless, Blocking, Stubborn):
     registry.register("demo." + kind.__name__.lower(), kind())
 serve(
     registry, transport=sys.argv[1], port=int(sys.argv[2]),
@@ -776,7 +786,9 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
         for client in connected:
             await client.list_tools()  # or it would ask for the tool's output schema when the result comes
         calls = [
-            asyncio.create_task(client.call_tool("demo.patient", {"until": str(released)})) for client in connected
+            asyncio.create_task(client.call_tool("demo.patient", {"until": str(released)}))
+            for client in connected
+            for _ in range(25)
         ]
         await server.says(*["entered"] * len(calls))
 
@@ -831,6 +843,47 @@ async def test_calls_that_never_end_do_not_hold_the_exit_past_the_grace_period()
             await server.ends_in_order()
 
     for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
+        if failure is not None:
+            raise failure
+
+
+def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
+    """A client that has read the first of the 8 MB it posted for, and reads no more."""
+    posted = httpx.Request("POST", url, **request)
+    stuck = socket.socket()
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    stuck.settimeout(20)
+    stuck.connect((posted.url.host, posted.url.port))
+    lines = [b"POST /mcp HTTP/1.1", *(name + b": " + value for name, value in posted.headers.raw), b"", posted.read()]
+    stuck.sendall(b"\r\n".join(lines))
+    while b"xxxx" not in (received := stuck.recv(1024)):
+        assert received
+    return stuck
+
+
+async def test_what_clients_leave_unread_does_not_hold_the_exit_past_the_grace_period() -> None:
+    async def end(transport: str, clients: int) -> None:
+        async with program(transport) as server:
+            with contextlib.ExitStack() as stack:
+                opener = stack.enter_context(httpx.Client(timeout=30))
+                for number in range(clients):
+                    if transport == "sse":
+                        stuck = await asyncio.to_thread(clog, server.url, "demo.big")
+                    else:
+                        request = call("demo.big", {}, era := (HANDSHAKE, MODERN)[number % 2])
+                        if era == HANDSHAKE:
+                            _, request["headers"] = await asyncio.to_thread(handshake, opener, f"{server.url}/mcp")
+                        stuck = await asyncio.to_thread(post_and_stop_reading, f"{server.url}/mcp", **request)
+                    stack.enter_context(contextlib.closing(stuck))
+                opener.close()
+                began = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                await server.says("stopping")
+                await server.ends_in_order()
+                assert time.monotonic() - began < 9  # 5.3 on an idle machine
+
+    servers = [end("streamable-http", 4), end("sse", 2)]
+    for failure in await asyncio.gather(*servers, return_exceptions=True):
         if failure is not None:
             raise failure
 

@@ -329,8 +329,8 @@ async def test_lists_and_calls_stay_consistent_while_threads_change_the_registry
             assert await listed(client) == ["stay"]
 
 
-def clog(url: str) -> socket.socket:
-    """An SSE client that has asked for 8 MB and stopped reading after the first of them."""
+def clog(url: str, tool: str = "big") -> socket.socket:
+    """An SSE client that has asked for the 8 MB of `tool` and stopped reading after the first of them."""
     address = httpx.URL(url)
     clogged = socket.socket()
     clogged.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -359,7 +359,7 @@ def clog(url: str) -> socket.socket:
     post("initialize", about, id=1)
     read_until(b"serverInfo")
     post("notifications/initialized", {})
-    post("tools/call", {"name": "big", "arguments": {}}, id=2)
+    post("tools/call", {"name": tool, "arguments": {}}, id=2)
     read_until(b"xxxx")
     return clogged
 
