@@ -2,10 +2,10 @@
 
 The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms:
 
-    Schemas      JSON Schema in, a self-contained one out; strict mode; where a schema is sensitive
-    Names        module ids to tool and function names, and back
+    Schemas      JSON Schema in, a self-contained one out
+    Names        module ids to tool and function names
     Annotations  what apcore says of a module, in MCP's and OpenAI's words
-    Tools        a module as clients see it
+    Tools        a module as clients see it, and which of its values they do not
     Results      a module's output as an MCP result
     Errors       what went wrong, in a plain sentence for the client and in full for the log
     Documents    what a person reads of a tool
@@ -15,7 +15,8 @@ The file reads top to bottom; each room uses only what stands above it, and `gre
     HTTP         the Starlette app and the guard before it
     stdio        pipes, and who owns the standard streams
     Options      every option of `serve()`, once
-    Doors        OpenAI's, the command line's, and `async_serve`, `MCPServer`, `serve`
+    OpenAI       tools as function definitions, and a model's call back as a module's inputs
+    Doors        the command line's, and `async_serve`, `MCPServer`, `serve`
 
 Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
 takes the others down. What a client is told contains no traceback, path, class name, caller or sensitive value. Nothing
@@ -50,22 +51,26 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
+from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.cancel import CancelToken, ExecutionCancelledError
 from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, SchemaValidationError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError
-from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
+from apcore.policy import ExecutionPolicy
+from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import extend
+from jsonschema_specifications import REGISTRY as SPECIFICATIONS
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
@@ -102,41 +107,81 @@ T = TypeVar("T")
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
 
-# Which keywords of a schema hold schemas (JSON Schema 2020-12, and draft 7's for older modules). What stands under any
-# other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
+# Which keywords of a schema hold schemas: those of 2020-12, and older ones that mean nothing in it. What stands under
+# any other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
-_SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems items".split())
-_SCHEMA_PLACES = frozenset(
+_SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems".split())
+_WITH_SCHEMAS = frozenset(
     "items additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
     " contentSchema not if then else".split()
-)
-_WITH_SCHEMAS = _SCHEMA_MAPS | _SCHEMA_LISTS | _SCHEMA_PLACES
-_TYPES = frozenset("object array string integer number boolean null".split())
+).union(_SCHEMA_MAPS, _SCHEMA_LISTS)
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
+_WHERE_FALSE_CLOSES = frozenset("additionalProperties unevaluatedProperties unevaluatedItems".split())
 
-# What references lead to or by; nothing is left of it when they are written out.
-_FOR_REFERENCES = frozenset("$defs definitions $id $anchor $dynamicAnchor".split())
+_ANY_SCHEMA = {"type": ["object", "boolean"]}
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+# What references lead to or by, and other dialects; nothing is left of it when references are written out.
+_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
+_LEVELS_MAX = 100  # schemas inside each other; parsers of JSON stop at twice as many
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
 
-def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema], JSONSchema]) -> JSONSchema:
-    """Copy `schema` with `change` applied to each schema directly inside it; ValueError where there is none."""
+# The metaschema of 2020-12, keyword by keyword, as schemas are checked one by one while they are written out.
+_VOCABULARIES = "schema meta/core meta/applicator meta/unevaluated meta/validation meta/content meta/meta-data".split()
+_Shallow: Any = cast(Any, extend)(
+    Draft202012Validator, {"$dynamicRef": lambda checker, _, value, __: checker.descend(value, _ANY_SCHEMA)}
+)
+_RULES = {
+    keyword: _Shallow(vocabulary, format_checker=FormatChecker(["regex"])).evolve(schema=rule)
+    for vocabulary in (SPECIFICATIONS.contents(urljoin(_DIALECT, name)) for name in _VOCABULARIES)
+    for keyword, rule in cast(JSONSchema, vocabulary)["properties"].items()
+}
+_RULES["enum"] = Draft202012Validator({"type": "array", "minItems": 1})  # `[]` is legal, but not to AJV
 
-    def one(value: Any) -> Any:
-        if isinstance(value, dict | bool):
-            return change(value) if isinstance(value, dict) else value
-        raise ValueError(f"Not a JSON Schema: {value!r:.80}")
 
-    def inside(keyword: str, value: Any) -> Any:
-        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            kept = list if keyword == "dependencies" else ()  # there, a list is one of property names
-            return {name: item if isinstance(item, kept) else one(item) for name, item in value.items()}
-        if keyword in _SCHEMA_LISTS and isinstance(value, list):
-            return [one(item) for item in value]
-        return one(value)
+@functools.lru_cache(maxsize=1_000, typed=True)
+def _is_legal(keyword: str, value: Any) -> bool:
+    return keyword not in _RULES or bool(_RULES[keyword].is_valid(value))
 
-    return {key: inside(key, value) if key in _WITH_SCHEMAS else value for key, value in schema.items()}
+
+def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema, str, Any], JSONSchema]) -> JSONSchema:
+    """Copy `schema` with `change` applied to each schema directly inside it.
+
+    `change` is also given the keyword which that stands under, and its name or index there. `true` becomes `{}` and
+    `false` `{"not": {}}`, as MCP wants objects; but not where everybody writes `false` to close an object.
+    """
+
+    def one(item: Any, keyword: str, step: str | int | None = None) -> Any:
+        if isinstance(item, bool) and keyword not in _WHERE_FALSE_CLOSES:
+            item = {} if item else {"not": {}}
+        return change(item, keyword, step) if isinstance(item, dict) else item
+
+    result = dict(schema)
+    for keyword in schema.keys() & _WITH_SCHEMAS:
+        value = schema[keyword]
+        if keyword in _SCHEMA_MAPS:
+            result[keyword] = {name: one(item, keyword, name) for name, item in value.items()}
+        elif keyword in _SCHEMA_LISTS:
+            result[keyword] = [one(item, keyword, index) for index, item in enumerate(value)]
+        else:
+            result[keyword] = one(value, keyword)
+    return result
+
+
+def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSchema]:
+    """The schemas directly inside `schema` that stand under `keywords`."""
+    for keyword, value in schema.items():
+        if keyword in keywords:
+            values = value.values() if keyword in _SCHEMA_MAPS else value if isinstance(value, list) else [value]
+            yield from (item for item in values if isinstance(item, dict))
+
+
+def _nodes(schema: JSONSchema) -> Iterator[JSONSchema]:
+    """`schema` and every schema inside it."""
+    yield schema
+    for inner in _branches(schema, _WITH_SCHEMAS):
+        yield from _nodes(inner)
 
 
 def _types(schema: JSONSchema) -> list[str]:
@@ -151,36 +196,42 @@ def _is_annotation(keyword: str) -> bool:
     return keyword in _ANNOTATION_KEYWORDS or keyword.startswith("x-")
 
 
+class _Unconvertible(ValueError):
+    """A legal schema that cannot be written out."""
+
+
 class _SchemaConverter:
     """Write what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
 
-    The result accepts exactly what the schema accepts. It is refused with ValueError for a reference to itself, one
-    more than 32 references deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference
-    to nothing.
+    The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
+    is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
+    deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference to nothing.
     """
 
     def __init__(self, schema: JSONSchema) -> None:
         self._schema = schema
         self._resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-        self._nodes = 0
+        self._nodes = self._level = 0
         self._open = {id(schema): "#"}  # the schemas being written out, outermost first, and how they were referred to
 
     def inline(self) -> JSONSchema:
         """Return the schema without references and without definitions. Source: SRS FR-SCHEMA-002."""
-        try:
-            return self._visit(self._schema, may_have_id=True)
-        except RecursionError:
-            raise ValueError("Schema is nested too deeply") from None
+        return self._visit(self._schema, may_have_id=True)
 
-    def _visit(self, node: JSONSchema, *, may_have_id: bool = False) -> JSONSchema:
+    def _visit(self, node: JSONSchema, *_place: object, may_have_id: bool = False) -> JSONSchema:
         self._nodes += 1
-        if self._nodes > _NODES_MAX:
-            raise ValueError(f"Schema has more than {_NODES_MAX} nodes when its references are written out")
-        if not _TYPES.issuperset(_types(node)) or not isinstance(node.get("required", []), list):
-            raise ValueError(f"Not a JSON Schema: {node!r:.80}")
+        self._level += 1
+        if self._nodes > _NODES_MAX or self._level > _LEVELS_MAX:
+            limits = f"{_NODES_MAX} nodes or {_LEVELS_MAX} levels"
+            raise _Unconvertible(f"Schema has more than {limits} when its references are written out")
+        for keyword, value in node.items():
+            if not (_is_legal if isinstance(value, str | int) else _is_legal.__wrapped__)(keyword, value):
+                raise ValueError(f"Not a JSON Schema (2020-12): {keyword!r} cannot be {value!r:.80}")
         if "$dynamicRef" in node or ("$id" in node and not may_have_id):
-            raise ValueError("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        result = _map_subschemas({k: v for k, v in node.items() if k not in _FOR_REFERENCES}, self._visit)
+            raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
+        kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
+        result = _map_subschemas(kept, self._visit)
+        self._level -= 1
         if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
             result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
@@ -191,11 +242,9 @@ class _SchemaConverter:
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
 
-    def _target(self, ref: Any) -> JSONSchema:
-        if not isinstance(ref, str):
-            raise ValueError(f"$ref must be a string, got {ref!r:.80}")
+    def _target(self, ref: str) -> JSONSchema:
         if len(self._open) > _REF_DEPTH_MAX:
-            raise ValueError(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
+            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
         try:
             resolved = self._resolver.lookup(ref)
         except Unresolvable:
@@ -205,7 +254,7 @@ class _SchemaConverter:
             return {} if target else {"not": {}}
         if id(target) in self._open:
             steps = [*self._open.values()][[*self._open].index(id(target)) :]
-            raise ValueError(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
+            raise _Unconvertible(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
         outer, self._resolver = self._resolver, resolved.resolver
         self._open[id(target)] = ref
         inlined = self._visit(target, may_have_id=True)
@@ -219,9 +268,9 @@ def _plain(value: Any) -> Any:
     return from_json(to_json(value), allow_inf_nan=False)
 
 
-def _admits_object(schema: Any) -> bool:
-    if not isinstance(schema, dict) or "object" not in (_types(schema) or ["object"]):
-        return schema is True
+def _admits_object(schema: JSONSchema) -> bool:
+    if "object" not in (_types(schema) or ["object"]):
+        return False
     unions = all(any(map(_admits_object, schema[keyword])) for keyword in ("anyOf", "oneOf") if keyword in schema)
     return unions and all(map(_admits_object, schema.get("allOf", ())))
 
@@ -235,171 +284,21 @@ def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
     schema = _SchemaConverter(descriptor.input_schema).inline() or {"properties": {}}
     if not _admits_object(schema):
         raise ValueError(f"Input schema must describe an object, got type {schema.get('type')!r}")
-    return cast(JSONSchema, _plain({**schema, "type": "object"}))
+    return {**schema, "type": "object"}
 
 
-def _as_sent(schema: JSONSchema, *, redact: bool) -> JSONSchema:
-    """The schema that results satisfy as JSON, or `{}` when none can be promised (SRS FR-SCHEMA-005).
-
-    With `redact`, a field marked `x-sensitive` also admits the text that stands in for its value.
-    """
-
-    def change(node: JSONSchema) -> JSONSchema:
-        node = _map_subschemas(node, change)
-        # RFC 3339 demands a zone of times, and ISO durations no fractions; Python's values do not always comply and
-        # the TypeScript clients check.
-        if node.get("format") in ("date-time", "time", "duration"):
-            del node["format"]
-        if redact and node.get("x-sensitive") is True:
-            said = {keyword: node.pop(keyword) for keyword in list(node) if _is_annotation(keyword)}
-            node = {**said, "anyOf": [node, {"const": REDACTED_VALUE}]}
-        return node
-
-    return _plain({**change(schema), "type": "object"}) if schema and _admits_object(schema) else {}
-
-
-def _nodes(schema: JSONSchema, level: int = 1) -> list[tuple[int, JSONSchema]]:
-    """`schema` and every schema inside it, each with its level: one more inside the properties of an object."""
-    found, inner = [(level, schema)], level + ("properties" in schema)
-
-    def look(node: JSONSchema) -> JSONSchema:
-        found.extend(_nodes(node, inner))
-        return node
-
-    _map_subschemas(schema, look)
-    return found
-
-
-def _marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
-    return any(node.get("x-sensitive") is True for _, node in _nodes(schema))
-
-
-def _views(schema: Any) -> Iterator[JSONSchema]:
-    """`schema` and every branch of it that may apply to the same value."""
-    if isinstance(schema, dict):
-        yield schema
-        for keyword in ("anyOf", "oneOf", "allOf"):
-            for branch in schema.get(keyword, ()):
-                yield from _views(branch)
-
-
-def _redact(value: Any, *schemas: Any) -> Any:
-    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`.
-
-    apcore's own redaction passes over maps (`additionalProperties`), and by default blanks innocent keys by substring
-    ("author", "tokens_used").
-    """
-    views = [view for schema in schemas for view in _views(schema)]
-    if value is not None and any(view.get("x-sensitive") is True for view in views):
-        return REDACTED_VALUE
-    if isinstance(value, list):
-        return [_redact(item, *_inside(views, index)) for index, item in enumerate(value)]
-    if isinstance(value, dict):
-        return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
-    return value
-
-
-def _inside(views: list[JSONSchema], step: str | int) -> Iterator[Any]:
-    """The schemas of one property or item of a value that `views` describe."""
-    for view in views:
-        if isinstance(step, int):
-            yield view["prefixItems"][step] if step < len(view.get("prefixItems", ())) else view.get("items")
-            continue
-        named = [view["properties"][step]] if step in view.get("properties", ()) else []
-        named += [schema for pattern, schema in view.get("patternProperties", {}).items() if re.search(pattern, step)]
-        yield from named or [view.get("additionalProperties")]
-
-
-def _split_media(schema: JSONSchema, *, redact: bool) -> tuple[JSONSchema, dict[str, str]]:
-    """An output schema without the properties that are files, and these with their media types.
-
-    A file is a string with `contentEncoding: base64` and a `contentMediaType`, unless it is to be redacted.
-    """
-    media = {}
-    for name, field in schema.get("properties", {}).items():
-        views = [view for view in _views(field) if view.get("contentEncoding") == "base64"]
-        kinds = [view["contentMediaType"] for view in views if isinstance(view.get("contentMediaType"), str)]
-        if kinds and not (redact and _marks_sensitive(field)):
-            media[name] = kinds[0]
-    if not media:
-        return schema, media
-    rest = {name: field for name, field in schema["properties"].items() if name not in media}
-    required = [name for name in schema.get("required", ()) if name not in media]
-    return {**schema, "properties": rest, "required": required}, media
-
-
-# Whatever constrains a value, and the one annotation that a model is to read.
-_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, *"then else minContains maxContains description".split()])
-
-
-_STRICT_KINDS = frozenset(("type", "enum", "const", "anyOf"))
-
-
-def _to_strict(schema: JSONSchema) -> JSONSchema:
-    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
-
-    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
-    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    """
-    strict = {key: value for key, value in _map_subschemas(schema, _to_strict).items() if key in _STRICT_KEEPS}
-    if "properties" in schema or "object" in _types(schema):
-        required, properties = schema.get("required", ()), strict.get("properties", {})
-        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
-        strict["required"] = sorted(properties)
-        strict["additionalProperties"] = False
-    return strict
-
-
-def _nullable(schema: Any) -> Any:
-    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
-    if not isinstance(schema, dict) or _is_valid(None, schema):
-        return schema
-    null = {"type": "null"}
-    if "anyOf" in schema and schema.keys() <= {"anyOf", "description"}:
-        return {**schema, "anyOf": [*schema["anyOf"], null]}
-    if schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if"}:
-        return {"anyOf": [schema, null]}
-    result = {key: value for key, value in schema.items() if key != "const"}
-    if schema.keys() & {"const", "enum"}:
-        result["enum"] = [*(schema.get("enum") or [schema["const"]]), None]
-    return {**result, "type": [*dict.fromkeys([*_types(schema), "null"])]} if "type" in schema else result
-
-
-def _is_valid(value: Any, schema: Any) -> bool:
+def _is_valid(value: Any, schema: JSONSchema) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
 
-def _drop_nulls(value: Any, schema: Any) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
-    if not isinstance(schema, dict):
-        return value
-    branches = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    # The branch the model wrote for comes first: an open object would take anything, nulls included.
-    branches.sort(key=lambda branch: not (isinstance(branch, dict) and _is_valid(value, _to_strict(branch))))
-    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
-    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
-    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
-    if isinstance(value, list):
-        return [_drop_nulls(item, schema.get("items")) for item in value]
-    if not isinstance(value, dict):
-        return value
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    return {
-        name: _drop_nulls(item, properties.get(name))
-        for name, item in value.items()
-        if item is not None or name in required or _is_valid(None, properties.get(name, True))
-    }
-
-
-# ---- Names: module ids to tool and function names, and back; pure ----
+# ---- Names: module ids to tool and function names; pure ----
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
-_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")  # no segment of a module id starts with a digit
 
 # Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
 # match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
 _CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
+_MCP_NAME_MAX = 128  # characters; what clients should take by MCP, "Tools"
 
 
 def _portable_name(module_id: str) -> str:
@@ -410,50 +309,62 @@ def _portable_name(module_id: str) -> str:
     return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
 
 
-def from_openai_name(name: str, registry: Registry | None = None) -> str:
-    """Turn an OpenAI function name back into the module id it was made from.
-
-        >>> from_openai_name("image-resize")
-        'image.resize'
-
-    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
-    Raises ValueError for a shortened name without a registry, or one that no module of it has.
-    """
-    if not (len(name) == _NAME_MAX and _SHORTENED.search(name)):
-        return name.replace("-", ".")
-    if registry is None:
-        raise ValueError(f"Function name {name!r} was shortened; pass the registry to look its module up")
-    for module_id in registry.list(visibility=["public", "hidden"]):
-        if len(module_id) > _NAME_MAX and _portable_name(module_id) == name:
-            return module_id
-    raise ValueError(f"No module has the function name {name!r}")
-
-
 # ---- Annotations: what apcore says of a module, in MCP's and OpenAI's words; pure ----
 
 _HINTS = {"readOnlyHint": "readonly", "destructiveHint": "destructive"}
 _HINTS |= {"idempotentHint": "idempotent", "openWorldHint": "open_world"}
+_FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
 _SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
 _DEFAULT_ANNOTATIONS = ModuleAnnotations()
+_DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
 
 
-def _hints(annotations: ModuleAnnotations | None) -> dict[str, bool]:
-    """MCP's tool annotations (SRS FR-ANNOT-001 to -005)."""
-    return {hint: getattr(annotations or _DEFAULT_ANNOTATIONS, name) for hint, name in _HINTS.items()}
+class _AnnotationMapper:
+    """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-
-def _description_suffix(annotations: ModuleAnnotations | None) -> str:
-    r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
-
-    `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
+    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand.
     """
-    values = {name: getattr(annotations or _DEFAULT_ANNOTATIONS, name) for name in _SUFFIX_FIELDS}
-    told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
-    return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
+
+    def __init__(self, descriptor: ModuleDescriptor, policies: Iterable[ExecutionPolicy]) -> None:
+        self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
+        asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
+        needed = any(asked or [declared.requires_approval])
+        self.annotations = dataclasses.replace(declared, requires_approval=needed)
+
+    def to_mcp(self) -> dict[str, Any]:
+        """Everything of a tool's definition but name and schemas (SRS FR-ANNOT-001 to -006)."""
+        descriptor, title = self._descriptor, {"title": self._descriptor.name} if self._descriptor.name else {}
+        meta = {flag: getattr(self.annotations, flag) for flag in _FLAGS}
+        meta |= {"version": descriptor.version, "tags": descriptor.tags}
+        return {
+            **title,
+            "description": self.description,
+            "annotations": {**title, **{hint: getattr(self.annotations, name) for hint, name in _HINTS.items()}},
+            "_meta": {f"apcore/{key}": value for key, value in meta.items()},
+        }
+
+    @property
+    def description(self) -> str:
+        """The module's own, and whether it is deprecated: `"... Deprecated since 1.2, until 2.0. Use image.scale."`"""
+        told = self._descriptor.metadata.get("x-deprecation")
+        if not told:
+            return self._descriptor.description
+        facts = [f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key)]
+        sentence = f"Deprecated {', '.join(facts)}".strip()
+        return f"{self._descriptor.description}\n\n{sentence}. {told.get('migration_guide') or ''}".strip()
+
+    @property
+    def suffix(self) -> str:
+        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
+
+        `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
+        """
+        values = {name: getattr(self.annotations, name) for name in _SUFFIX_FIELDS}
+        told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
+        return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
 
 
-# ---- Tools: a module as clients see it; pure ----
-
+# ---- Tools: a module as clients see it, and which of its values they do not; pure ----
 
 _MARKDOWN = re.compile(r"^(#{1,6} |[-*+] |\d+\. |> |\||```)|\*\*\w|`\w|\]\(", re.MULTILINE)
 
@@ -466,76 +377,180 @@ def _text_of(value: object) -> str:
         return "<not to be read>"
 
 
-@dataclasses.dataclass(frozen=True)
 class _Tool:
-    """One listed module: everything about it that does not change from call to call."""
+    """One listed module: everything about it that does not change from call to call.
 
-    descriptor: ModuleDescriptor
-    input_schema: JSONSchema
-    output_schema: JSONSchema  # as advertised; {} when none is
-    sensitive_output: JSONSchema  # what results are redacted by; {} when nothing is sensitive
-    media: dict[str, str]  # output properties that are sent as files, with their media types
-    has_sensitive_input: bool
+    ValueError or KeyError when the module cannot be a tool, saying why.
+    """
 
-    @classmethod
-    def build(cls, descriptor: ModuleDescriptor, *, redact_output: bool) -> _Tool:
-        """Raises ValueError or KeyError when the module cannot be a tool, saying why."""
-        given, returned = _input_schema(descriptor), _SchemaConverter(descriptor.output_schema).inline()
-        sensitive = returned if redact_output and _marks_sensitive(returned) else {}
-        returned, media = _split_media(returned, redact=bool(sensitive))
-        advertised = _as_sent(returned, redact=bool(sensitive))
-        tool = cls(descriptor, given, advertised, sensitive, media, _marks_sensitive(given))
+    def __init__(self, descriptor: ModuleDescriptor, options: _Options) -> None:
+        self.descriptor, self.module_id = descriptor, descriptor.module_id
+        self.documentation = _text_of(descriptor.documentation or "")
+        self.told = _AnnotationMapper(descriptor, options.policies())
+        self.annotations = self.told.annotations
+        self.sensitive_output: JSONSchema = {}  # what results are redacted by; {} when nothing is sensitive
+        self.media: dict[str, str] = {}  # output properties that are sent as files, with their media types
+        definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
+        if returned := self._convert_output(options.redact_output):
+            definition["outputSchema"] = returned
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
-        # when it stands in the answer.
-        _plain({"result": {"tools": [[[[tool.definition()]]]]}})
-        return tool
+        # where it stands in the answer.
+        self._definition: dict[str, Any]
+        [[[[[[self._definition]]]]]] = _plain([[[[[[definition]]]]]])
+        self.input_schema: JSONSchema = self._definition["inputSchema"]
+        self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
+        self.has_sensitive_input = _marks_sensitive(self.input_schema)
+        self.validator = Draft202012Validator(self.input_schema)
+        self.output_validator = Draft202012Validator(self.output_schema)
+        # The documentation as MCP's `resources/list` sends it; {} when there is none.
+        self.resource: dict[str, Any] = {"uri": f"docs://{self.module_id}"} if self.documentation else {}
+        if self.documentation:
+            kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
+            named = {key: value for key, value in self._definition.items() if key in ("name", "title")}
+            self.resource |= {**named, "mimeType": kind}
 
-    @property
-    def module_id(self) -> str:
-        return self.descriptor.module_id
-
-    @functools.cached_property
-    def validator(self) -> Draft202012Validator:
-        return Draft202012Validator(self.input_schema)
-
-    @functools.cached_property
-    def output_validator(self) -> Draft202012Validator:
-        return Draft202012Validator(self.output_schema)
-
-    @functools.cached_property
-    def annotations(self) -> ModuleAnnotations:
-        return self.descriptor.annotations or _DEFAULT_ANNOTATIONS
-
-    @property
-    def documentation(self) -> str:
-        return _text_of(self.descriptor.documentation or "")
-
-    @functools.cached_property
-    def resource(self) -> dict[str, Any]:
-        """The module's documentation as MCP's `resources/list` sends it, or `{}` when it has none."""
-        if not self.documentation:
+    def _convert_output(self, redact_output: bool) -> JSONSchema:
+        """What can be promised of results as they are sent, or `{}` (SRS FR-SCHEMA-005)."""
+        declared = self.descriptor.output_schema
+        try:
+            schema = _SchemaConverter(declared).inline()
+        except _Unconvertible as error:
+            if redact_output and b'"x-sensitive":true' in to_json(declared):
+                raise
+            logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return {}
-        kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
-        named = {"name": self.module_id, **({"title": self.descriptor.name} if self.descriptor.name else {})}
-        return {"uri": f"docs://{self.module_id}", **named, "mimeType": kind}
+        redacts, views = redact_output and _marks_sensitive(schema), [*_views(schema)]
+        self.sensitive_output = schema if redacts else {}
+        if not schema or (redacts and any(map(_is_blanked, views))):
+            return {}
+        self.media = _media(views, redacts)
+        promise = _promise(schema, views if redacts else [], self.media)
+        return {**promise, "type": "object"} if _admits_object(promise) else {}
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        descriptor, annotations = self.descriptor, self.annotations
-        flags = ("requires_approval", "streaming", "cacheable", "paginated")
-        return {
-            "name": _portable_name(self.module_id) if portable else self.module_id,
-            **({"title": descriptor.name} if descriptor.name else {}),
-            "description": descriptor.description,
-            "inputSchema": self.input_schema,
-            **({"outputSchema": self.output_schema} if self.output_schema else {}),
-            "annotations": _hints(annotations),
-            "_meta": {
-                **{f"apcore/{flag}": getattr(annotations, flag) for flag in flags},
-                "apcore/version": descriptor.version,
-                "apcore/tags": descriptor.tags,
-            },
-        }
+        if portable:
+            return {**self._definition, "name": _portable_name(self.module_id)}
+        if len(self.module_id) > _MCP_NAME_MAX:
+            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
+        return self._definition
+
+
+# Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
+# not look, a mark hides the whole.
+_BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas dependencies".split())
+_NOT_FOLLOWED = frozenset("contains propertyNames contentSchema".split())
+_ITEMS = frozenset("items additionalItems unevaluatedItems".split())
+_OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
+
+
+def _marks_sensitive(schema: JSONSchema) -> bool:
+    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
+    return any(node.get("x-sensitive") is True for node in _nodes(schema))
+
+
+def _is_blanked(view: JSONSchema) -> bool:
+    return view.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(view, _NOT_FOLLOWED)))
+
+
+def _views(*schemas: JSONSchema) -> Iterator[JSONSchema]:
+    """`schemas` and everything in them that may apply to the same value."""
+    for schema in schemas:
+        yield schema
+        yield from _views(*_branches(schema, _BESIDE))
+
+
+def _inside(views: Iterable[JSONSchema], step: str | int | None) -> Iterator[JSONSchema]:
+    """What may apply to one property or item of the value that `views` describe; without a step, to any."""
+    for view in views:
+        if step is None:
+            yield from _branches(view, _WITH_SCHEMAS - _BESIDE)
+        elif isinstance(step, int):
+            yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
+        else:
+            named = [view["properties"][step]] if step in view.get("properties", ()) else []
+            named += [inner for name, inner in view.get("patternProperties", {}).items() if re.search(name, step)]
+            yield from named or _branches(view, _OTHER_PROPERTIES)
+
+
+def _redact(value: Any, *schemas: JSONSchema) -> Any:
+    """Copy plain JSON with `***REDACTED***` for what one of `schemas` marks `x-sensitive`.
+
+    apcore's own redaction passes over maps (`additionalProperties`), and by default blanks innocent keys by substring
+    ("author", "tokens_used").
+    """
+    views = [*_views(*schemas)]
+    if value is not None and any(map(_is_blanked, views)):
+        return REDACTED_VALUE
+    if isinstance(value, list):
+        return [_redact(item, *_inside(views, index)) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
+    return value
+
+
+def _media(views: list[JSONSchema], redacts: bool) -> dict[str, str]:
+    """The properties that are files, with their media types.
+
+    A file is a string with `contentEncoding: base64` and a `contentMediaType`, unless it is to be redacted.
+    """
+    found = {}
+    for name in (name for view in views for name in view.get("properties", ())):
+        fields = [*_views(*_inside(views, name))]
+        encoded = [field for field in fields if field.get("contentEncoding") == "base64"]
+        kinds = [field["contentMediaType"] for field in encoded if "contentMediaType" in field]
+        if kinds and not (redacts and any(map(_marks_sensitive, fields))):
+            found[name] = kinds[0]
+    return found
+
+
+# What an output schema does not say of a result: Python's everyday patterns break in JavaScript, other keywords count
+# what is said less strictly, stop AJV, or mean something else to it.
+_UNPROMISED = frozenset(
+    "pattern patternProperties contains minContains maxContains unevaluatedItems unevaluatedProperties dependencies"
+    " discriminator nullable $async $schema".split()
+)
+_UNPROMISED_OF_CHANGED = frozenset("const enum uniqueItems minProperties dependentRequired".split())
+# RFC 3339 demands a zone of times, and ISO durations no fractions; Python's values do not always comply and the
+# TypeScript clients check.
+_UNPROMISED_FORMATS = frozenset(("date-time", "time", "duration"))
+
+
+def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] = ()) -> JSONSchema:
+    """What still holds by `schema` of a value as it is sent: without the properties `gone`, and redacted.
+
+    `views` is all that may apply to the same value; empty when nothing is redacted. It is never stricter than `schema`.
+    """
+
+    def inside(inner: JSONSchema, keyword: str, step: Any) -> JSONSchema:
+        if keyword in _BESIDE:
+            return _promise(inner, views, gone)
+        return _promise(inner, [*_views(*_inside(views, step if keyword in ("properties", "prefixItems") else None))])
+
+    changed = bool(gone) or any(map(_marks_sensitive, views))
+    unsaid = _UNPROMISED | _UNPROMISED_OF_CHANGED if changed else _UNPROMISED
+    result = {key: value for key, value in _map_subschemas(schema, inside).items() if key not in unsaid}
+    if "patternProperties" in schema:
+        result.pop("additionalProperties", None)
+    # What holds more often inside of these may make them hold less often.
+    if result.get("oneOf") != schema.get("oneOf"):
+        result.setdefault("anyOf", result.pop("oneOf"))
+    for group in (("not",), ("if", "then", "else")):
+        if result.get(group[0]) != schema.get(group[0]):
+            result = {key: value for key, value in result.items() if key not in group}
+    if result.get("format") in _UNPROMISED_FORMATS:
+        del result["format"]
+    if gone and "properties" in result:
+        result["properties"] = {name: field for name, field in result["properties"].items() if name not in gone}
+    if gone and "required" in result:
+        result["required"] = [name for name in result["required"] if name not in gone]
+    if any(map(_is_blanked, views)):
+        said = {keyword: result.pop(keyword) for keyword in list(result) if _is_annotation(keyword)}
+        result = {**said, "anyOf": [result, {"const": REDACTED_VALUE}]}
+    return result
+
+
+# ---- Results: module outputs and errors as MCP results; pure ----
 
 
 # ---- Results: a module's output as an MCP result; pure ----
@@ -836,7 +851,7 @@ def _document(tool: _Tool) -> str:
     returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
     told_at_length = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], tool.documentation, flags=re.MULTILINE)
     sections = {
-        "Tool Purpose and Description": f"{descriptor.description}\n\n{told_at_length}".strip(),
+        "Tool Purpose and Description": f"{tool.told.description}\n\n{told_at_length}".strip(),
         "Invocation Name": f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
@@ -921,6 +936,14 @@ class _ToolCatalog:
             table.listings[portable] = [tool.definition(portable=portable) for tool in table.tools.values()]
         return table.listings[portable]
 
+    def each(self, make: Callable[[_Tool], T]) -> list[T]:
+        """What `make` gives for each listed tool; one for which it fails is left out with a WARNING."""
+        made = []
+        for tool in self.tools.values():
+            with _left_out(f"Module {tool.module_id}"):
+                made.append(make(tool))
+        return made
+
     def _note_change(self, module_id: str, _module: object = None) -> None:
         self._changed.append(module_id)
         self._on_change()
@@ -929,17 +952,17 @@ class _ToolCatalog:
         with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
             if self._changed:
                 changed = {self._changed.popleft() for _ in range(len(self._changed))}
-                built = map(self._build, changed & {*self._registry.list(prefix=self._options.prefix)})
+                built = map(self.build, changed & {*self._registry.list(prefix=self._options.prefix)})
                 kept = (tool for module_id, tool in self._table.tools.items() if module_id not in changed)
                 tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
                 by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
                 self._table = _Table(dict(sorted(tools.items())), by_name, {})
             return self._table
 
-    def _build(self, module_id: str) -> _Tool | None:
+    def build(self, module_id: str) -> _Tool | None:
         with _left_out(f"Module {module_id}"):
             if descriptor := self._define(module_id):
-                return _Tool.build(descriptor, redact_output=self._options.redact_output)
+                return _Tool(descriptor, self._options)
         return None
 
     def _define(self, module_id: str) -> ModuleDescriptor | None:
@@ -2121,6 +2144,12 @@ class _Options:
         source = self.registry_or_executor
         return source if isinstance(source, Registry) else source.registry
 
+    def policies(self) -> list[ExecutionPolicy]:
+        """What an operator demands of calls, whatever modules say of themselves."""
+        source = self.registry_or_executor
+        steps = source.current_strategy.steps if isinstance(source, Executor) else ()
+        return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
+
     def executor(self, catalog: _ToolCatalog) -> tuple[Executor, Callable[[], Any]]:
         """The Executor that was given, or one made for the registry, with the approval handler asked for.
 
@@ -2198,7 +2227,101 @@ def _explorer_prefix(prefix: str) -> str:
     return path
 
 
-# ---- Doors: OpenAI ----
+# ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
+
+_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")  # no segment of a module id starts with a digit
+# Whatever constrains a value, and the one annotation that a model is to read.
+_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, *"then else description".split()])
+# What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
+_STRICT_TELLS = frozenset(
+    "minLength maxLength minProperties maxProperties propertyNames contains minContains maxContains uniqueItems"
+    " dependentRequired".split()
+)
+
+
+class _OpenAIConverter:
+    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
+
+    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
+    """
+
+    def __init__(self, *, embed_annotations: bool, strict: bool) -> None:
+        self._embeds, self._strict = embed_annotations, strict
+
+    def convert(self, tool: _Tool) -> dict[str, Any]:
+        description = tool.told.description + (tool.told.suffix if self._embeds else "")
+        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
+        function["parameters"] = tool.input_schema
+        if self._strict:
+            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
+            self._warn(tool, function["parameters"])
+        return {"type": "function", "function": function}
+
+    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
+        refused = detect_openai_strict_incompatibilities(strict)
+        if any(node.get("additionalProperties", False) is not False for node in _nodes(tool.input_schema)):
+            refused.append("additionalProperties: true")
+        if not all(node.keys() & {"type", "enum", "const", "anyOf"} for node in _nodes(strict)):
+            refused.append("a value of any type")
+        if refused:
+            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
+            logger.warning(text, tool.module_id, ", ".join(refused))
+
+
+def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
+    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
+
+    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
+    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
+    """
+    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and value is not False}
+    if schema.get("format", "date") not in SUPPORTED_FORMATS:
+        told["format"] = schema["format"]
+    mapped = _map_subschemas(schema, _to_strict)
+    strict = {key: mapped[key] for key in mapped if key in _STRICT_KEEPS - _STRICT_TELLS and key not in told}
+    if told:
+        words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
+        strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
+    if "oneOf" in strict and "anyOf" not in strict:
+        strict["anyOf"] = strict.pop("oneOf")
+    if "properties" in schema or "object" in _types(schema):
+        required, properties = schema.get("required", ()), strict.get("properties", {})
+        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
+        strict["required"] = sorted(properties)
+        strict["additionalProperties"] = False
+    return strict
+
+
+def _nullable(schema: JSONSchema) -> JSONSchema:
+    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
+    if _is_valid(None, schema):
+        return schema
+    if "type" in schema and not schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if", "const"}:
+        enum = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+        return {**schema, **enum, "type": [*dict.fromkeys([*_types(schema), "null"])]}
+    said = {"description": schema["description"]} if "description" in schema else {}
+    rest = {key: value for key, value in schema.items() if key not in said}
+    return {**said, "anyOf": [*(rest["anyOf"] if rest.keys() == {"anyOf"} else [rest]), {"type": "null"}]}
+
+
+def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+    # The branch the model wrote for comes first: an open object would take anything, nulls included.
+    branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
+    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
+    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
+    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
+    if isinstance(value, list):
+        return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: [*_inside([schema], name)] for name in value}
+    return {
+        name: functools.reduce(_drop_nulls, fields[name], item)
+        for name, item in value.items()
+        if item is not None or name in schema.get("required", ()) or all(_is_valid(None, f) for f in fields[name])
+    }
 
 
 def to_openai_tools(
@@ -2217,50 +2340,30 @@ def to_openai_tools(
     """
     options = _Options(registry_or_executor, tags=tags, prefix=prefix)
     catalog = _ToolCatalog(options)
-    tools = []
-    for module_id, tool in catalog.tools.items():
+    for module_id in catalog.tools:
         if "-" in module_id:
             raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
-        suffix = _description_suffix(tool.descriptor.annotations) if embed_annotations else ""
-        function: dict[str, Any] = {"name": _portable_name(module_id)}
-        function["description"] = tool.descriptor.description + suffix
-        function["parameters"] = _plain(tool.input_schema)
-        if strict:
-            function["parameters"] = _to_strict(function["parameters"])
-            function["strict"] = True
-            _warn_of_strict(tool, function["parameters"])
-        tools.append({"type": "function", "function": function})
-    return tools
+    converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
+    return catalog.each(converter.convert)
 
 
-def _warn_of_strict(tool: _Tool, strict: JSONSchema) -> None:
-    """Name what strict mode takes away from a module, and what OpenAI refuses of the rest."""
+def from_openai_name(name: str, registry: Registry | None = None) -> str:
+    """Turn an OpenAI function name back into the module id it was made from.
 
-    text = "Schema for module '%s' uses additionalProperties: true, which is incompatible with strict mode"
-    if any(node.get("additionalProperties", False) is not False for _, node in _nodes(tool.input_schema)):
-        logger.warning(text, tool.module_id)
-    text = "Schema for module '%s' is incompatible with OpenAI's strict mode: %s"
-    if refused := [*detect_openai_strict_incompatibilities(strict), *_beyond_strict(strict)]:
-        logger.warning(text, tool.module_id, ", ".join(refused))
+        >>> from_openai_name("image-resize")
+        'image.resize'
 
-
-def _beyond_strict(strict: JSONSchema) -> list[str]:
-    """Which of the limits that OpenAI publishes for structured outputs the schema passes."""
-    nodes = _nodes(strict)
-    names = [name for _, node in nodes for name in node.get("properties", ())]
-    enums = [[str(choice) for choice in node["enum"]] for _, node in nodes if "enum" in node]
-    texts = [*names, *(choice for enum in enums for choice in enum)]
-    inner = [schema for _, node in nodes for schema in (*node.get("properties", {}).values(), *node.get("anyOf", ()))]
-    inner += [node["items"] for _, node in nodes if "items" in node]
-    limits = {
-        "a value of any type": any(schema in (True, False) or not schema.keys() & _STRICT_KINDS for schema in inner),
-        "more than 10 levels": any(level > 10 for level, node in nodes if "properties" in node),
-        "more than 5,000 properties": len(names) > 5_000,
-        "more than 1,000 enum values": sum(map(len, enums)) > 1_000,
-        "more than 15,000 characters in one enum": any(len(e) > 250 and len("".join(e)) > 15_000 for e in enums),
-        "more than 120,000 characters of names and enum values": len("".join(texts)) > 120_000,
-    }
-    return [limit for limit, passed in limits.items() if passed]
+    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
+    Raises ValueError for a shortened name without a registry, or one that no module of it has.
+    """
+    if not (len(name) == _NAME_MAX and _SHORTENED.search(name)):
+        return name.replace("-", ".")
+    if registry is None:
+        raise ValueError(f"Function name {name!r} was shortened; pass the registry to look its module up")
+    for module_id in registry.list(visibility=["public", "hidden"]):
+        if len(module_id) > _NAME_MAX and _portable_name(module_id) == name:
+            return module_id
+    raise ValueError(f"No module has the function name {name!r}")
 
 
 def from_openai_call(
@@ -2276,10 +2379,10 @@ def from_openai_call(
     Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
     at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
     Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
-    ValueError when `arguments` is no JSON object, for a shortened name that no module has, and for a module that
-    `to_openai_tools` leaves out.
+    ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
     """
-    registry = _Options(registry_or_executor).registry
+    options = _Options(registry_or_executor)
+    registry = options.registry
     module_id = from_openai_name(name, registry)
     try:
         inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
@@ -2287,11 +2390,11 @@ def from_openai_call(
         raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    descriptor = registry.get_definition(module_id)
-    try:
-        return module_id, inputs if descriptor is None else _drop_nulls(inputs, _input_schema(descriptor))
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"Module {module_id!r} is no function: {error}") from None
+    offered = module_id in registry.list(prefix=module_id)
+    tool = _ToolCatalog(options).build(module_id) if offered else None
+    if tool is None:
+        raise ValueError(f"to_openai_tools() offers no function {name!r}")
+    return module_id, _drop_nulls(inputs, tool.input_schema)
 
 
 # ---- Doors: the command line's own ----
@@ -2304,7 +2407,7 @@ def _export(options: _Options, form: str) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
     catalog = _ToolCatalog(options)
     if form == "markdown":
-        return "\n".join([f"# Tools of {options.name}\n", *map(_document, catalog.tools.values())])
+        return "\n".join([f"# Tools of {options.name}\n", *catalog.each(_document)])
     if form == "mcp":
         return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
     filters: dict[str, Any] = {"tags": options.tags, "prefix": options.prefix}

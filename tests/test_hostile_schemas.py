@@ -325,19 +325,10 @@ def refusals(root: dict[str, Any]) -> Iterator[str]:
     """Why OpenAI would not take `root` as the parameters of a strict function."""
     if root.get("type") != "object" or "anyOf" in root:
         yield "the root is not an object"
-    yield from _refusals(root, 1)
-    nodes = list(subschemas(root))
-    names = [name for node in nodes for name in node.get("properties", ())]
-    enums = [node["enum"] for node in nodes if "enum" in node]
-    texts = [*names, *(str(choice) for choices in enums for choice in choices)]
-    texts += [str(node["const"]) for node in nodes if "const" in node]
-    if len(names) > 5_000 or sum(map(len, enums)) > 1_000 or sum(map(len, texts)) > 120_000:
-        yield "too large"
-    if any(len(values) > 250 and sum(len(v) for v in values if isinstance(v, str)) > 15_000 for values in enums):
-        yield "an enum is too long"
+    yield from _refusals(root)
 
 
-def _refusals(node: Any, level: int) -> Iterator[str]:
+def _refusals(node: Any) -> Iterator[str]:
     if not isinstance(node, dict):
         yield f"{node} instead of a schema"
         return
@@ -345,14 +336,12 @@ def _refusals(node: Any, level: int) -> Iterator[str]:
     if node.get("format", "date") not in FORMATS:
         yield f"format {node['format']}"
     if "object" in str(node.get("type")) or "properties" in node:
-        if level > 10:
-            yield "more than 10 levels"
         if node.get("additionalProperties") is not False or set(node.get("required", ())) != set(node["properties"]):
             yield "an open object"
         for inner in node["properties"].values():
-            yield from _refusals(inner, level + 1)
+            yield from _refusals(inner)
     for inner in [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]:
-        yield from _refusals(inner, level)
+        yield from _refusals(inner)
 
 
 def strict(schema: Any) -> dict[str, Any]:
@@ -366,7 +355,6 @@ def strict(schema: Any) -> dict[str, Any]:
 def test_openai_takes_the_strict_schema_of_a_model_that_strict_mode_can_say(data: st.DataObject) -> None:
     model, _, _ = data.draw(models())
     parameters = strict(model)
-    assume("oneOf" not in json.dumps(parameters))  # how pydantic writes a discriminated union; see below
     assert list(refusals(parameters)) == []
 
 
@@ -388,11 +376,6 @@ def test_openai_takes_the_strict_schema_of_a_model_that_strict_mode_can_say(data
         pytest.param(one({"type": "array", "items": {"not": INTEGER}}), id="not-in-items"),
         pytest.param(one(True), id="anything"),
         pytest.param(nested(10), id="ten-levels"),
-        pytest.param(nested(11), id="eleven-levels"),
-        pytest.param({"properties": {f"p{n}": INTEGER for n in range(5_001)}}, id="5001-properties"),
-        pytest.param(one({"enum": list(range(1_001))}), id="1001-choices"),
-        pytest.param(one({"enum": ["x" * 100 + str(n) for n in range(251)]}), id="long-choices"),
-        pytest.param({"properties": {"x" * 1_000 + str(n): INTEGER for n in range(121)}}, id="long-names"),
     ],
 )
 def test_openai_takes_a_strict_schema_or_a_warning_says_that_it_will_not(

@@ -358,7 +358,22 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
         pytest.param({"p": {"type": "array", "items": PART}}, ["p"], {"p": {"type": "array", "items": PART_CLOSED}},
                      id="array-of-objects"),
         pytest.param({"p": {"anyOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="anyOf"),
-        pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"oneOf": [PART_CLOSED, NULL]}}, id="oneOf"),
+        pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="oneOf"),
+        pytest.param({"p": {"oneOf": [INTEGER, STRING], "description": "D"}}, [],
+                     {"p": {"anyOf": [INTEGER, STRING, NULL], "description": "D"}}, id="optional-oneOf"),
+        pytest.param({"p": {**STRING, "maxLength": 40, "description": "Where to look."}}, ["p"],
+                     {"p": {**STRING, "description": "Where to look. (maxLength: 40)"}}, id="told-in-the-description"),
+        pytest.param({"p": {**STRING, "minLength": 1, "format": "uri"}}, [],
+                     {"p": {"type": ["string", "null"], "description": "(minLength: 1, format: uri)"}},
+                     id="told-alone"),
+        pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
+                     {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
+        pytest.param({"p": {"type": "array", "items": STRING, "uniqueItems": True, "minItems": 1}}, ["p"],
+                     {"p": {"type": "array", "items": STRING, "minItems": 1, "description": "(uniqueItems: true)"}},
+                     id="told-of-a-set"),
+        pytest.param({"p": {"type": "array", "items": STRING, "contains": {"const": "a"}, "uniqueItems": False}}, ["p"],
+                     {"p": {"type": "array", "items": STRING, "description": '(contains: {"const":"a"})'}},
+                     id="told-as-json"),
         pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
         pytest.param({"p": {"type": "object"}}, ["p"], {"p": closed({})}, id="object-without-properties"),
         pytest.param({"p": {"type": "object", "additionalProperties": False}}, ["p"], {"p": closed({})},
@@ -415,12 +430,13 @@ def test_an_optional_property_accepts_what_it_did_and_null(
         pytest.param({"type": "object", "additionalProperties": True}, "additionalProperties", id="open"),
         pytest.param({"type": "object", "additionalProperties": INTEGER}, "additionalProperties", id="dict-of-int"),
         pytest.param({"type": "array", "items": {"additionalProperties": {}}}, "additionalProperties", id="in-items"),
-        pytest.param({**STRING, "minLength": 1}, "minLength", id="minLength"),
         pytest.param({"allOf": [INTEGER]}, "allOf", id="allOf"),
-        pytest.param({"anyOf": [{"oneOf": [INTEGER]}, STRING]}, "oneOf", id="oneOf-in-anyOf"),
-        pytest.param({"type": "array", "items": {**STRING, "format": "uri"}}, "uri", id="format-in-items"),
+        pytest.param({"anyOf": [INTEGER], "oneOf": [INTEGER]}, "oneOf", id="two-unions"),
+        pytest.param({"not": STRING}, "not", id="not"),
+        pytest.param({"if": STRING, "then": INTEGER}, "if", id="if"),
+        pytest.param({"description": "D"}, "any type", id="anything"),
+        pytest.param({"type": "array", "items": True}, "any type", id="anything-in-items"),
         pytest.param({"type": "array", "prefixItems": [INTEGER]}, "prefixItems", id="tuple"),
-        pytest.param({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", id="set"),
         pytest.param(None, "anyOf", id="union-at-the-root"),
     ],
 )
@@ -428,7 +444,11 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(
     schema: dict[str, Any] | None, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
-    fine = {"type": "object", "properties": {"additionalProperties": INTEGER, "minLength": PART, "x": {"enum": [1]}}}
+    told = {**STRING, "minLength": 1, "format": "uri", "oneOf": [STRING, {**STRING, "maxLength": 3}]}
+    fine = {
+        "type": "object",
+        "properties": {"additionalProperties": INTEGER, "not": PART, "x": {"enum": [1]}, "y": told},
+    }
     registry = registry_of({"odd.one": accepting(whole), "odd.two": accepting(whole), "fine.one": accepting(fine)})
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
@@ -452,6 +472,8 @@ CALLED = {
         "part": {"type": "object", "properties": {"deep": PART, "maybe": {"type": ["string", "null"]}}},
         "list": {"type": "array", "items": PART},
         "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
+        "tuple": {"type": "array", "prefixItems": [STRING, PART], "items": {"anyOf": [PART, NULL]}},
+        "map": {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
         "both": {"allOf": [PART, {"properties": {"c": STRING}}]},
         # Two open objects: the first would accept what was meant for the second, nulls and all.
         "either": {"anyOf": [
@@ -480,6 +502,9 @@ CALLED = {
         pytest.param({"union": [{"a": "", "b": None}]}, {"union": [{"a": ""}]}, id="in-an-array-in-a-branch"),
         pytest.param({"union": None}, {"union": None}, id="the-null-branch"),
         pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
+        pytest.param({"tuple": ["a", {"a": "", "b": None}, {"a": "", "b": None}, None]},
+                     {"tuple": ["a", {"a": ""}, {"a": ""}, None]}, id="in-a-tuple"),
+        pytest.param({"map": {"k": {"a": "", "b": None}, "x_k": None}}, {"map": {"k": {"a": ""}}}, id="in-a-map"),
         pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
         pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
         pytest.param("", {}, id="empty-text"),
@@ -505,10 +530,20 @@ def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> 
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
-def test_a_call_of_a_module_that_is_left_out_is_refused_in_words() -> None:
-    dangling = FunctionalModule(echo, input_schema={"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}})
-    with pytest.raises(ValueError, match=r"Module 'm\.a' is no function"):
-        from_openai_call(registry_of({"m.a": dangling}), "m-a", "{}")
+@pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", "m-a-", "", "m.a.b"])
+def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
+    dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}
+    modules = {
+        "m.a": echo,
+        "m.hidden": FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False)),
+        "m.input": FunctionalModule(echo, input_schema=dangling),
+        "m.output": FunctionalModule(echo, output_schema=dangling),
+    }
+    registry = registry_of(modules)
+    assert names_of(to_openai_tools(registry)) == ["m-a"]
+    assert from_openai_call(registry, "m-a", "{}") == ("m.a", {})
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
+        from_openai_call(registry, name, "{}")
 
 
 @QUICK

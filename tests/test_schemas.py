@@ -26,6 +26,8 @@ from apcore_mcp import to_openai_tools
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 POINT = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"]}
 TO_POINT = {"$ref": "#/$defs/Point"}
+NEVER: dict[str, Any] = {"not": {}}
+LATEST, DRAFT_7 = "https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"
 
 
 def one(schema: Any, **rest: Any) -> dict[str, Any]:
@@ -165,9 +167,25 @@ CONVERTED = {
         {"type": "object", "anyOf": [POINT, SIMPLE]},
     ),
     "nullable-root": ({**SIMPLE, "type": ["object", "null"]}, SIMPLE),
+    # MCP's own schema wants an object for each property; everybody closes an object with a plain `false`.
     "boolean-schemas": (
-        {"properties": {"a": True, "b": {"items": False}}},
-        {"type": "object", "properties": {"a": True, "b": {"items": False}}},
+        one(
+            {"items": False, "allOf": [True], "not": False, "additionalProperties": False},
+            patternProperties={"a": True},
+        ),
+        one({"items": NEVER, "allOf": [{}], "not": NEVER, "additionalProperties": False}, patternProperties={"a": {}}),
+    ),
+    "boolean-properties": (
+        {"properties": {"a": True, "b": False}},
+        {"type": "object", "properties": {"a": {}, "b": NEVER}},
+    ),
+    "own-dialect": (one(STRING, **{"$schema": LATEST}), one(STRING, **{"$schema": LATEST})),
+    # apcore reads every schema as 2020-12, and so do clients that are told of no other.
+    "older-dialect": (
+        one(
+            {"$ref": "#/definitions/A", "minimum": 1}, **{"$schema": DRAFT_7, "id": "x", "definitions": {"A": INTEGER}}
+        ),
+        one({"minimum": 1, "allOf": [INTEGER]}),
     ),
 }
 """What a module declares, and what its clients are given."""
@@ -231,6 +249,15 @@ def test_every_type_and_keyword_is_kept() -> None:
     assert check(schema) == schema
 
 
+# What no validator can work with, apcore's included: it comes from other dialects, other worlds and slips.
+ILLEGAL: list[dict[str, Any]] = [
+    {"minLength": "x"}, {"minLength": -1}, {"minimum": None}, {"multipleOf": 0}, {"enum": "x"}, {"enum": []},
+    {"required": [1]}, {"required": ["a", "a"]}, {"required": True}, {"exclusiveMinimum": True}, {"type": []},
+    {"items": [INTEGER, STRING]}, {"prefixItems": INTEGER}, {"prefixItems": []}, {"anyOf": []}, {"allOf": [None]},
+    {"anyOf": {"type": "string"}}, {"not": "x"}, {"additionalProperties": "no"}, {"dependentRequired": {"a": "b"}},
+    {"properties": {"a": 1}}, {"patternProperties": {"(": {}}}, {"pattern": "(a"}, {"pattern": 5}, {"uniqueItems": 1},
+    {"description": 5}, {"examples": {"a": 1}}, {"deprecated": "yes"}, {"$ref": ["#"]},
+]  # fmt: skip
 LOOP: dict[str, Any] = {"type": "object"}
 LOOP["properties"] = {"p": LOOP}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
@@ -263,6 +290,7 @@ REFUSED = {
     "properties-are-a-list": ({"type": "object", "properties": ["p"]}, ""),
     "property-without-a-schema": (one(None), ""),
     "reference-to-a-number": (one({"$ref": 5}), ""),
+    **{f"illegal-{n}": (one(schema), next(iter(schema))) for n, schema in enumerate(ILLEGAL)},
 }
 """Schemas that no client could use, and a word that the reason has to say."""
 
@@ -361,6 +389,9 @@ OUTPUTS = {
     "union_without_object": ({"anyOf": [STRING, {"type": "null"}]}, None),
     "object": (one(STRING, title="T", required=["p"]), one(STRING, title="T", required=["p"])),
     "no_type": ({"properties": {"p": STRING}}, SIMPLE),
+    "booleans": (one({"anyOf": [True, False]}), one({"anyOf": [{}, NEVER]})),
+    "one_of": (one({"oneOf": [STRING, INTEGER], "not": NEVER}), one({"oneOf": [STRING, INTEGER], "not": NEVER})),
+    "dialect": (one(STRING, **{"$schema": LATEST}), SIMPLE),
     "references": (pointed({"items": TO_POINT}), one({"items": POINT})),
     "formats": (
         {"type": "object", "properties": FORMATS},
@@ -384,15 +415,66 @@ async def test_an_output_schema_is_advertised_when_it_promises_an_object(mode: s
     assert all(tool.input_schema == one(FORMATS["time"]) for tool in tools), "inputs keep their formats"
 
 
-def test_a_module_with_a_circular_output_schema_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """FR-SCHEMA-005: the error conditions are those of inputs."""
-    module = FunctionalModule(echo, output_schema=REFUSED["circular"][0])
-    assert [t["function"]["name"] for t in to_openai_tools(registry_of({"bad.out": module, "good.one": echo}))] == [
-        "good-one"
-    ]
-    (record,) = caplog.records
-    assert "bad.out" in record.getMessage()
-    assert "A -> B -> A" in record.getMessage()
+PATTERNS = {
+    "date": {**STRING, "pattern": r"^\d{4}\-\d{2}$"},  # JavaScript's `u` flag takes no needless backslash
+    "any_case": {**STRING, "pattern": "(?i)^a+$"},
+    "mapped": {"type": "object", "patternProperties": {r"^\@": INTEGER}, "additionalProperties": False},
+    "named": {"type": "object", "propertyNames": {"pattern": r"^\w\-"}},
+    "refused": {"not": {"pattern": "^b"}},
+    "either": {"oneOf": [{"pattern": "^a"}, {"pattern": "^b"}]},
+    "held": {"if": {"pattern": "^b"}, "then": False},
+    "counted": {"contains": {"pattern": "^b"}, "minContains": 0, "maxContains": 1},
+    "unseen": {"patternProperties": {"^a": {}}, "unevaluatedProperties": False},
+    "tuple": {"prefixItems": [INTEGER], "items": {"pattern": "^a"}},
+}
+MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1}, "named": {"a-": 1}, "refused": "ab",
+            "either": "a", "held": "a", "counted": ["a", "b"], "unseen": {"ab": 1}, "tuple": [1, "a"]}  # fmt: skip
+
+
+async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_module_returns(mode: str) -> None:
+    """TypeScript clients compile each of them with the `u` flag when they list, and lose every tool by one failure."""
+    declared = {"type": "object", "properties": PATTERNS, "required": [*PATTERNS]}
+    assert Draft202012Validator(declared).is_valid(MATCHING)
+    module = FunctionalModule(lambda inputs, context: MATCHING, input_schema=declared, output_schema=declared)
+    async with connect({"m.a": module}, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("m.a", MATCHING)
+    assert tool.input_schema == check(declared), "inputs keep their patterns"
+    assert result.structured_content == MATCHING
+    assert tool.output_schema is not None
+    assert tool.output_schema["required"] == [*PATTERNS]
+    unwanted = {"pattern", "patternProperties", "not", "if", "then", "oneOf", "unevaluatedProperties"}
+    assert [node for node in subschemas(tool.output_schema) if node.keys() & unwanted] == []
+
+
+@pytest.mark.parametrize(("sensitive", "redact_output"), [(False, True), (True, False), (True, True)])
+async def test_a_recursive_output_schema_costs_a_tool_its_output_schema_only(
+    sensitive: bool, redact_output: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = one({"$ref": "#"}, **({"x-sensitive": True} if sensitive else {}))
+    modules = {"m.tree": FunctionalModule(lambda inputs, context: {"p": {"p": {}}}, output_schema=tree), "m.a": echo}
+    left_out = sensitive and redact_output
+    async with connect(modules, redact_output=redact_output) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        result = await client.call_tool("m.tree", {})
+    (warning,) = (
+        record.getMessage() for record in caplog.records if record.name == "apcore_mcp" and record.levelno == 30
+    )
+    assert "m.tree" in warning
+    assert "# -> #" in warning
+    assert tools.keys() == ({"m.a"} if left_out else {"m.a", "m.tree"})
+    assert result.is_error is left_out
+    if not left_out:
+        assert tools["m.tree"].output_schema is None
+        assert json.loads(result.content[0].text) == {"p": {"p": {}}}  # type: ignore[union-attr]
+
+
+def test_a_module_with_an_illegal_output_schema_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """One client in three loses its whole list by one of them."""
+    bad = {f"bad.m{n}": FunctionalModule(echo, output_schema=one(schema)) for n, schema in enumerate(ILLEGAL)}
+    assert [t["function"]["name"] for t in to_openai_tools(registry_of({**bad, "good.one": echo}))] == ["good-one"]
+    told = [record.getMessage() for record in caplog.records]
+    assert [name for name in bad if len([text for text in told if f"{name} " in text]) != 1] == []
 
 
 @pytest.mark.parametrize("redact_output", [True, False], ids=["redacting", "not-redacting"])
