@@ -17,6 +17,7 @@ __version__ = "1.0.0"
 from .core import (
     MCP_ELICIT_KEY,
     MCP_PROGRESS_KEY,
+    ElicitationApprovalHandler,
     MCPServer,
     async_serve,
     elicit,
@@ -30,6 +31,7 @@ from .core import (
 __all__ = [
     "MCP_ELICIT_KEY",
     "MCP_PROGRESS_KEY",
+    "ElicitationApprovalHandler",
     "MCPServer",
     "__version__",
     "async_serve",

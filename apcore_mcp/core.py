@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import functools
@@ -39,6 +40,7 @@ import ipaddress
 import json
 import logging
 import math
+import operator
 import os
 import queue
 import re
@@ -54,16 +56,24 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
-from apcore.approval import ApprovalHandler, ApprovalRequest, ApprovalResult
+from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult, CallbackApprovalHandler
 from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.cancel import CancelToken, ExecutionCancelledError
-from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, SchemaValidationError
+from apcore.context import Identity
+from apcore.errors import (
+    ApprovalDeniedError,
+    ErrorCodeRegistry,
+    ModuleExecuteError,
+    ModuleTimeoutError,
+    SchemaValidationError,
+)
 from apcore.observability import MetricsCollector, MetricsMiddleware
-from apcore.pipeline import PipelineContext, PipelineStepError
+from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
@@ -84,7 +94,7 @@ if TYPE_CHECKING:
     from mcp.server.session import ServerSession
     from mcp.server.sse import SseServerTransport
     from mcp.shared.message import SessionMessage
-    from mcp_types import CallToolRequestParams, ElicitResult, PaginatedRequestParams, ReadResourceRequestParams
+    from mcp_types import CallToolRequestParams, PaginatedRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -1025,9 +1035,11 @@ async def report_progress(
 ) -> None:
     """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
 
-    Does nothing when the module was not called through MCP or the client asked for no progress. Source: SRS FR-EXT-001.
+    A number that is not finite, or no higher than the last one, is not sent (MCP "Progress"). Does nothing when the
+    module was not called through MCP (`context` may be None) or the client asked for no progress. TypeError or
+    ValueError for what is no number. Source: SRS FR-EXT-001.
     """
-    if send := context.data.get(MCP_PROGRESS_KEY):
+    if context is not None and (send := context.data.get(MCP_PROGRESS_KEY)):
         await send(progress, total, message)
 
 
@@ -1036,12 +1048,13 @@ async def elicit(
 ) -> dict[str, Any] | None:
     """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
 
-    Returns what the user filled in, a dict that the client checked against `requested_schema` (an object with
-    properties of simple types; none means a bare confirmation). None when the user declined or cancelled, the client
-    cannot ask, or the module was not called through MCP. `key` names the question on the wire (from 2026-07-28).
-    The module's own timeout goes on meanwhile. Source: SRS FR-EXT-002; MCP "Elicitation".
+    Returns what the user filled in, a dict that `requested_schema` accepts (an object with properties of simple types;
+    none means a bare confirmation). None when the user declined, cancelled or filled in something else, the client
+    cannot ask, or the module was not called through MCP (`context` may be None). `key` names the question on the wire
+    (from 2026-07-28). The module's own timeout goes on meanwhile. ValueError for a question that no form can ask.
+    Source: SRS FR-EXT-002; MCP "Elicitation".
     """
-    ask = context.data.get(MCP_ELICIT_KEY)
+    ask = context.data.get(MCP_ELICIT_KEY) if context is not None else None
     return await ask(message, requested_schema, key) if ask else None
 
 
@@ -1052,36 +1065,58 @@ _PARKED_MAX = 1_000  # how many calls may wait; one more is told that nobody ans
 _CALL_KEY = "_mcp_call"
 
 
-def _can_elicit(session: ServerSession) -> bool:
-    declared = session.client_capabilities.elicitation if session.client_capabilities else None
-    return declared is not None and (declared.form is not None or declared.url is None)
+def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, dict[str, Any]]:
+    """A question under its key, as `inputRequests` holds it; ValueError when MCP's forms cannot ask it."""
+    from mcp.server.elicitation import render_elicitation_schema
+
+    form = {"mode": "form", "message": message, "requestedSchema": schema or {"type": "object", "properties": {}}}
+    [(name, request)] = _plain({key or "input": {"method": "elicitation/create", "params": form}}).items()
+    asked = request["params"]["requestedSchema"]
+    flat = isinstance(asked, dict) and asked.get("type") == "object" and asked.keys() & _WITH_SCHEMAS == {"properties"}
+    if not flat or not isinstance(message, str):
+        raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
+    _SchemaConverter(asked).inline()
+    try:  # the SDK's check of the fields, which wants a pydantic model
+        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return name, request
+
+
+def _caller(request: Request | None) -> Identity | None:
+    """Whom ASGI middleware authenticated as the maker of a request; None for nobody, and on stdio."""
+    scope = {} if request is None else request.scope
+    if not getattr(user := scope.get("user"), "is_authenticated", False):
+        return None
+    roles = tuple(getattr(scope.get("auth"), "scopes", ()))
+    # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
+    for name in ("access_token.subject", "access_token.client_id", "identity", "display_name"):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            if said := operator.attrgetter(name)(user):
+                return Identity(str(said), roles=roles)
+    return Identity(str(user), roles=roles)
 
 
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `session` belongs to the request that waits for the result; it is None while no MCP request does, and then nothing
-    is sent.
-    A client of 2026-07-28 is not asked, its request is answered with the question (`asked` is set) and a later request
-    brings the answer. One question at a time: a module that asks two at once is asked for them in turn.
+    `turn` is set when the request that waits is to be answered: the task has ended or, from 2026-07-28, a question is
+    open. Then the request is answered with the question, and a later one brings the answer. `session` belongs to the
+    request that waits; it is None while none does, and then nothing is sent.
+    One question at a time: a module that asks two at once is asked for them in turn.
     """
 
-    def __init__(
-        self, tool: _Tool, arguments: dict[str, Any], ctx: RequestContext | None = None, *, may_park: bool = False
-    ) -> None:
-        self.tool, self.arguments = tool, arguments
-        self.session: ServerSession | None = ctx.session if ctx else None
-        self.meta: Mapping[str, Any] = (ctx.meta if ctx else None) or {}
-        modern = ctx is not None and ctx.protocol_version >= _PARKING_VERSION
-        self.parks = bool(may_park and modern and ctx and _can_elicit(ctx.session))
-        self.token = CancelToken()
-        self.task: asyncio.Task[dict[str, Any]] | None = asyncio.current_task()
-        self.stopped = False  # by the end of the server, not by its client
-        self.asker: asyncio.Task[Any] | None = None  # the task that asks; not the module's, if that has another loop
+    task: asyncio.Task[dict[str, Any]]
+
+    def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, request: Request | None) -> None:
+        self.tool, self.arguments, self.options, self.caller = tool, arguments, options, _caller(request)
+        self.session: ServerSession | None = None
+        self.meta: Mapping[str, Any] = {}
+        self.parks = self.can_ask = False
+        self.token, self.turn, self._asking = CancelToken(), asyncio.Event(), asyncio.Lock()
+        self._loop, self._told = asyncio.get_running_loop(), -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
-        self.asked, self._asking = asyncio.Event(), asyncio.Lock()
-        self._answer: asyncio.Future[ElicitResult | None] | None = None
-        self._request_id, self._loop = ctx.request_id if ctx else None, asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self._loop.create_future()
         progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
         self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
@@ -1095,98 +1130,155 @@ class _Call:
 
         return call
 
-    @property
-    def can_ask(self) -> bool:
-        session = self.session
-        return self.parks or (session is not None and session.can_send_request and _can_elicit(session))
+    def attach(self, ctx: RequestContext) -> None:
+        """Let `ctx` be the request that waits for the next answer."""
+        self.session, self.meta, self._request_id = ctx.session, ctx.meta or {}, ctx.request_id
+        self.parks = ctx.protocol_version >= _PARKING_VERSION
+        declared = ctx.session.client_capabilities and ctx.session.client_capabilities.elicitation
+        # A server without sessions may be one of many, and the answer reach another than asked.
+        way_back = not self.options.stateless if self.parks else ctx.session.can_send_request
+        self.can_ask = way_back and bool(declared and (declared.form or not declared.url))
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
-        if self.session is not None:
-            await self.session.report_progress(progress, total, message if message is None else _text_of(message))
+        number = progress if type(progress) is int else float(progress)
+        whole = None if total is None or not math.isfinite(total) else float(total)
+        if self.session is not None and self._told < number < math.inf:
+            self._told = number
+            await self.session.report_progress(number, whole, message if message is None else _text_of(message))
 
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> dict[str, Any] | None:
-        schema = requested_schema or {"type": "object", "properties": {}}
-        answer: ElicitResult | None = None
+        question = _question(message, requested_schema, key)
+        schema = question[1]["params"]["requestedSchema"]
         async with self._asking:
-            self.asker = asyncio.current_task()
+            if self.session is None or not self.can_ask:
+                return None
             if self.parks:
-                params = {"mode": "form", "message": message, "requestedSchema": schema}
-                self.question = (key or "input", {"method": "elicitation/create", "params": params})
-                self._answer = self._loop.create_future()
-                self.asked.set()
-                try:
-                    answer = await asyncio.wait_for(self._answer, _PARKED_SECONDS)
-                except TimeoutError:
-                    logger.warning("Question of %s was not answered; its call is cancelled", self.tool.module_id)
-                    self.cancel()
-            elif self.can_ask and self.session is not None:
-                try:
-                    answer = await self.session.elicit_form(message, schema, related_request_id=self._request_id)
-                except Exception as error:  # the client's fault or its connection's: the module goes on without
-                    logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
-            self.asker = None
-        return dict(answer.content or {}) if answer and getattr(answer, "action", None) == "accept" else None
+                self.question, self.answer = question, self._loop.create_future()
+                self.turn.set()
+            else:
+                asked = self.session.elicit_form(question[1]["params"]["message"], schema, self._request_id)
+                self.answer = asyncio.ensure_future(asked)
+            try:
+                answer = await self.answer
+            except Exception as error:  # the client's fault or its connection's: the module goes on without
+                logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
+                return None
+        if getattr(answer, "action", None) != "accept":
+            return None
+        if _is_valid(content := dict(answer.content or {}), schema):
+            return content
+        logger.warning("Answer to a question of %s is not what was asked for", self.tool.module_id)
+        return None
 
-    def answer(self, result: Any) -> None:
-        """Let the module go on with `result`, an elicitation result or None."""
-        self.asked.clear()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(result)
-
-    def cancel(self) -> None:
-        """End the module, unless it has been told to already."""
-        if not self.token.is_cancelled:
-            _cancel([self])
+    def settle(self, answer: Any) -> None:
+        """Let the module go on with `answer`, an elicitation result or None, unless it has ended."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
-def _cancel(calls: Iterable[_Call], also: Iterable[asyncio.Task[Any] | None] = ()) -> None:
-    """End modules: their CancelTokens for code that looks at them, their coroutines where they are some."""
-    for call in calls:
-        call.token.cancel()
+def _locals(coroutine: Any) -> list[Any]:
+    return [*inspect.getcoroutinelocals(coroutine).values()] if inspect.iscoroutine(coroutine) else []
+
+
+def _cancel(calls: Iterable[_Call]) -> None:
+    """End calls, once: their CancelTokens for code that looks at them, their coroutines where they are some."""
     # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; the context it
     # was called with tells whose it is.
-    ended, tasks = {id(call.data) for call in calls}, {*also, *(call.asker for call in calls)}
+    running = [call for call in calls if not call.token.is_cancelled]
+    contexts = {id(call.data) for call in running}
+    tasks = {call.task for call in running}
+    for call in running:
+        call.token.cancel()
+        call.answer.cancel()
     for task in asyncio.all_tasks():
-        coroutine = task.get_coro()
-        values = inspect.getcoroutinelocals(coroutine).values() if inspect.iscoroutine(coroutine) else ()
-        if any(isinstance(value, Context) and id(value.data) in ended for value in values):
+        if any(isinstance(value, Context) and id(value.data) in contexts for value in _locals(task.get_coro())):
             tasks.add(task)
-    for each in tasks - {asyncio.current_task()}:  # once: a second time would hit what a module does to clean up
-        if each is not None:
-            each.cancel()
+    for task in tasks - {asyncio.current_task()}:
+        task.cancel()
+        # What it, or a thread it waits for, still raises is nobody's: asyncio would log it, and it may quote secrets.
+        ended: list[asyncio.Future[Any]] = [task]
+        coroutine: Any = task.get_coro()
+        while coroutine := getattr(coroutine, "cr_await", None):
+            ended += [value for value in _locals(coroutine) if isinstance(value, asyncio.Future)]
+        for future in ended:
+            future.add_done_callback(lambda future: future.cancelled() or future.exception())
 
 
-class _UserApproval:
-    """apcore's approval gate, put to the user as a question (`approval=` of `serve()`; SRS FR-ANNOT-006)."""
+_NOBODY = "Nobody can be asked"
+_FORMS: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
 
-    def __init__(self, mode: str, catalog: _ToolCatalog) -> None:
-        self._mode, self._catalog = mode, catalog
+
+class ElicitationApprovalHandler(AlwaysDenyHandler):
+    """Approval by the user who made a call, asked for by elicitation; an Executor takes it as its `approval_handler`.
+
+    A call is rejected where its user cannot be asked, as when it does not come through MCP. Source: SRS FR-ANNOT-006.
+    """
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = request.context.data.get(_CALL_KEY)
-        can_ask = call is not None and call.can_ask
-        if self._mode == "deny" or (self._mode == "require" and not can_ask):
-            return ApprovalResult(status="rejected", reason="Nobody can be asked")
-        if not can_ask:
-            logger.warning("Module %s needs approval, but the client cannot ask; letting it run", request.module_id)
-            return ApprovalResult(status="approved", approved_by="apcore-mcp")
+        if call is None or not call.can_ask:
+            return ApprovalResult(status="rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await request.context.data[MCP_ELICIT_KEY](self._question(request), schema, "approval")
-        return ApprovalResult(status="approved" if answer and answer.get("approve") is True else "rejected")
-
-    async def check_approval(self, approval_id: str) -> ApprovalResult:
-        """No approval is ever left pending here, so there is none to pick up later."""
-        return ApprovalResult(status="rejected", reason="Unknown approval")
+        answer = await elicit(request.context, self._question(request), schema, key="approval")
+        return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
     def _question(self, request: ApprovalRequest) -> str:
-        tool = self._catalog.tools.get(request.module_id)  # without one, no schema tells what is sensitive
-        shown = _redact(request.arguments, tool.input_schema) if tool else sorted(request.arguments)
+        shown: Any = sorted(request.arguments)  # without a schema, nothing tells what is sensitive
+        definition = request.context.executor.registry.get_definition(request.module_id)
+        with contextlib.suppress(AttributeError, KeyError, ValueError):
+            shown = _redact(request.arguments, _input_schema(definition))
         told = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
         kind = f" It is annotated as {' and '.join(told)}." if told else ""
         return f"Let {request.module_id} run?{kind}\nArguments: {_to_text(shown)[:2000]}"
+
+
+class _LetThrough(Exception):
+    """Approval is needed, and nobody can be asked: the call runs, as without a handler, and without an audit of it."""
+
+
+async def _let_through(request: ApprovalRequest) -> ApprovalResult:
+    logger.warning("Module %s needs approval, but its client cannot ask; letting it run", request.module_id)
+    raise _LetThrough
+
+
+_ASKING, _LENIENT = ElicitationApprovalHandler(), CallbackApprovalHandler(_let_through)
+_APPROVERS: dict[str, ApprovalHandler | None]
+_APPROVERS = {"auto": _ASKING, "require": _ASKING, "deny": AlwaysDenyHandler(), "off": None}
+
+
+class _ApprovalGate(BuiltinApprovalGate):
+    """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler.
+
+    Of a call that no server made, and of one that the Executor's own handler decides about, it is the gate it stands
+    for. What a person takes to decide does not count against the call.
+    """
+
+    def __init__(self, gate: BuiltinApprovalGate) -> None:
+        vars(self).update(vars(gate))
+        self._gate = gate
+
+    async def execute(self, ctx: PipelineContext) -> StepResult:
+        call, context, started = ctx.context.data.get(_CALL_KEY), ctx.context, time.time()
+        ours = isinstance(call, _Call)
+        gate = copy.copy(self._gate)
+        gate.set_policy(self.policy)
+        gate.set_handler(self.handler or (self._approver(call) if ours else None))
+        try:
+            return await gate.execute(ctx)
+        except _LetThrough:
+            return StepResult(action="continue")
+        finally:
+            if ours and context.global_deadline is not None:
+                context.global_deadline += time.time() - started
+
+    def _approver(self, call: _Call) -> ApprovalHandler | None:
+        approval, strict = call.options.approval, self.policy is not None and self.policy.strict
+        if not isinstance(approval, str):
+            return approval
+        return _LENIENT if approval == "auto" and not (strict or call.can_ask) else _APPROVERS[approval]
 
 
 def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
@@ -1225,126 +1317,125 @@ def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
 class _ExecutionRouter:
     """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
 
-    Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call (SRS FR-EXEC-007).
-    A call that waits for its user is `parked` between the `input_required` answer and the client's retry, under a state
-    of 32 random bytes (which the SDK's RequestStateBoundary seals and binds to tool and arguments). It is resumed once,
-    so its module never runs twice.
+    Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call, or a call that its
+    client has to be able to answer a question for (SRS FR-EXEC-007). A call that waits for its user is `parked` between
+    the `input_required` answer and the client's retry, under a state of 32 random bytes (which the SDK's
+    RequestStateBoundary seals and binds to tool and arguments). It is resumed once, by who began it, so its module
+    never runs twice; if it ends meanwhile, its result waits for the retry.
     """
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
-        self._catalog, self._executor, self._validate_inputs = catalog, executor, options.validate_inputs
-        self._formatter = options.output_formatter
-        self._may_park = not options.stateless  # or the retry might reach a process that knows nothing of it
+        self._catalog, self._executor, self._options = catalog, executor, options
         self.admit: Callable[[Any], Awaitable[None]] | None = None  # given a request id, waits until the call may run
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
         self.activity = _Activity()
+        strategy = executor.current_strategy
+        for step in strategy.steps if options.approval != "off" else ():
+            if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
+                strategy.replace(step.name, _ApprovalGate(step))
 
     def stop(self) -> None:
         """End what still runs or waits; who asked for it is told so."""
-        for call in (calls := self.running | {*self.parked.values()}):
-            call.stopped = True
-        _cancel(calls, also=[call.task for call in calls])
+        _cancel(self.running)
+        self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
         with self.activity:
+            if self.admit is not None:
+                await self.admit(ctx.request_id)
+            if params.request_state is not None:
+                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
             tool = self._catalog.find(params.name)
             if tool is None:
                 logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
                 return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-            logger.debug("Tool call: %s", tool.module_id)
-            if self.admit is not None:
-                await self.admit(ctx.request_id)
-            if params.request_state is not None:
-                return await self._resume(params.request_state, params.input_responses or {}, ctx.session)
-            call = _Call(tool, params.arguments or {}, ctx, may_park=self._may_park)
-            if not call.parks:
-                return await self.execute(call, self._formatter)
-            call.task = asyncio.create_task(self.execute(call, self._formatter))
-            return await self._until_done_or_asked(call)
+            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+            call.attach(ctx)
+            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
+            call.task.add_done_callback(lambda _: call.turn.set())
+            return await self._reply(call)
 
-    async def _resume(self, state: str, responses: Mapping[str, Any], session: ServerSession) -> dict[str, Any]:
-        call = self.parked.pop(state, None)
-        if call is None:
+    def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
+        call = self.parked.get(state)
+        if call is None or call.caller != _caller(ctx.request):
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
-        call.session = session
-        if call.question[0] in responses:
-            call.answer(responses[call.question[0]])
-        return await self._until_done_or_asked(call)
+        del self.parked[state]
+        call.attach(ctx)
+        if (key := call.question[0]) in responses or not call.can_ask:
+            call.settle(responses.get(key))
+        else:  # it is asked once more
+            call.turn.set()
+        return call
 
-    async def _until_done_or_asked(self, call: _Call) -> dict[str, Any]:
-        assert call.task is not None
+    async def _reply(self, call: _Call) -> dict[str, Any]:
+        """The call's result, or the question that it asks before."""
         while True:
-            asked = asyncio.create_task(call.asked.wait())
             try:
-                await asyncio.wait({call.task, asked}, return_when=asyncio.FIRST_COMPLETED)
+                await call.turn.wait()
             except asyncio.CancelledError:
-                call.cancel()
+                _cancel([call])
                 raise
-            finally:
-                asked.cancel()
             if call.task.done():
                 return call.task.result()
+            call.turn.clear()
             if len(self.parked) < _PARKED_MAX:
-                return self._park(call, call.task)
+                break
             logger.warning("Question of %s is not asked: too many calls wait for an answer", call.tool.module_id)
-            call.answer(None)
-
-    def _park(self, call: _Call, task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+            call.settle(None)
         call.session, state = None, secrets.token_urlsafe(32)
         self.parked[state] = call
-        task.add_done_callback(lambda _: self.parked.pop(state, None))
+        asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._expire, state)
         return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
+
+    def _expire(self, state: str) -> None:
+        if call := self.parked.pop(state, None):
+            logger.warning("Question of %s was not answered in time; its call is given up", call.tool.module_id)
+            _cancel([call])
 
     async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
         """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
         tool, started = call.tool, time.perf_counter()
+        logger.debug("Tool call: %s", tool.module_id)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
         told = {k: v for k, v in call.meta.items() if isinstance(v, str)} if "traceparent" in call.meta else {}
         trace = TraceContext.extract(told) if told else None
-        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
+        context: Context[Any] = Context.create(call.caller, trace, call.token, call.data)
         self.running.add(call)
         try:
-            if self._validate_inputs:
-                _check(call.arguments, tool.validator, "Input")
-            if tool.annotations.streaming and "progress_token" in call.meta:
-                output: Any = await self._stream(call, context)
-            else:
-                output = await self._executor.call_async(tool.module_id, call.arguments, context)
-            return _success(tool, output, formatter)
-        except asyncio.CancelledError as error:
-            call.cancel()
-            task = asyncio.current_task()
-            if call.stopped and task is not None:
-                task.uncancel()
-                return _ErrorMapper(tool, call.arguments).to_result(ExecutionCancelledError())
-            if task is None or task.cancelling():
-                raise
-            return _ErrorMapper(tool, call.arguments).to_result(error)  # the module raised it by itself
+            return _success(tool, await self._run(call, context), formatter)
         except BaseException as error:  # a module may raise anything
-            if isinstance(error, ModuleError) and error.code == "MODULE_TIMEOUT":
-                call.cancel()
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                _cancel([call])
+                return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
+            if isinstance(error, ModuleTimeoutError):
+                _cancel([call])
+            unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
+            if unasked and call.parks and not self._options.stateless:
+                raise _protocol_error(-32021, "Client did not declare form elicitation", _FORMS) from None
             return _ErrorMapper(tool, call.arguments).to_result(error)
         finally:
             call.session = None
             self.running.discard(call)
-            if logger.isEnabledFor(logging.DEBUG):
-                elapsed_ms = (time.perf_counter() - started) * 1000
-                logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
+            elapsed_ms = (time.perf_counter() - started) * 1000
+            logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
 
-    async def _stream(self, call: _Call, context: Context[Any]) -> dict[str, Any]:
-        """The merged chunks of a streaming module, each sent as a progress notification (SRS FR-STREAM-001)."""
+    async def _run(self, call: _Call, context: Context[Any]) -> Any:
+        module_id, tool = call.tool.module_id, call.tool
+        if self._options.validate_inputs:
+            _check(call.arguments, tool.validator, "Input")
+        if not (tool.annotations.streaming and "progress_token" in call.meta):
+            return await self._executor.call_async(module_id, call.arguments, context)
+        # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: dict[str, Any] = {}
         number = 0
-        async with contextlib.aclosing(
-            cast(Any, self._executor.stream(call.tool.module_id, call.arguments, context))
-        ) as chunks:
+        async with contextlib.aclosing(cast(Any, self._executor.stream(module_id, call.arguments, context))) as chunks:
             async for chunk in chunks:
                 number += 1
                 _merge(merged, chunk)
-                await call.report(number, None, _as_json(call.tool, chunk)[0])
+                await call.report(number, None, _as_json(tool, chunk)[0])
         # apcore only logs it when the whole of what was streamed breaks the schema; a client would refuse the result.
-        _check(_as_json(call.tool, merged)[1], call.tool.output_validator, "Output")
+        _check(_as_json(tool, merged)[1], tool.output_validator, "Output")
         return merged
 
 
@@ -1373,8 +1464,7 @@ class _Bridge:
         self.options, self.closing = options, False
         self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
         self.catalog = _ToolCatalog(options)
-        self._executor, self._release_executor = options.executor(self.catalog)
-        self.router = _ExecutionRouter(self.catalog, self._executor, options)
+        self.router = _ExecutionRouter(self.catalog, options.executor(), options)
         self.activity = self.router.activity
         self._bus = InMemorySubscriptionBus()
         self._listen = ListenHandler(self._bus)
@@ -1410,7 +1500,6 @@ class _Bridge:
     async def __aexit__(self, *_: object) -> None:
         self.catalog.close()
         self.router.stop()
-        self._release_executor()
         self.cancel_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -1646,7 +1735,8 @@ class _Explorer:
             arguments = None
         if not isinstance(arguments, dict):
             return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
-        running = asyncio.create_task(self._bridge.router.execute(_Call(tool, arguments)))
+        call = _Call(tool, arguments, self._options, request)
+        running = call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
         await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -2150,20 +2240,15 @@ class _Options:
         steps = source.current_strategy.steps if isinstance(source, Executor) else ()
         return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
 
-    def executor(self, catalog: _ToolCatalog) -> tuple[Executor, Callable[[], Any]]:
-        """The Executor that was given, or one made for the registry, with the approval handler asked for.
-
-        And what gives it back as it was.
-        """
+    def executor(self) -> Executor:
+        """The Executor that was given, or one made for the registry."""
         source = self.registry_or_executor
-        executor = Executor(source) if isinstance(source, Registry) else source
-        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
+        if isinstance(source, Executor):
+            return source
+        executor = Executor(source)
+        if isinstance(self.metrics_collector, MetricsCollector):
             executor.use(MetricsMiddleware(self.metrics_collector))
-        if self.approval == "off" or executor.governance_state().approval_handler_configured:
-            return executor, lambda: None
-        handler = _UserApproval(self.approval, catalog) if isinstance(self.approval, str) else self.approval
-        executor.set_approval_handler(handler)
-        return executor, lambda: executor.set_approval_handler(cast(Any, None))
+        return executor
 
     def hosts(self) -> list[str]:
         """Host headers to accept, `*` for any characters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from apcore import Executor, Registry
 from mcp import StdioServerParameters
 from mcp.client import Client
@@ -78,6 +80,19 @@ def serving(source: Registry | Executor, **options: Any) -> Iterator[str]:
     finally:
         server.stop()
         server.wait()
+
+
+@contextlib.asynccontextmanager
+async def hosting(app: Any) -> AsyncIterator[str]:
+    """An ASGI app, served by this very event loop; yields its base URL."""
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # clients may connect from here on, and wait
+        running = asyncio.create_task(server.serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,26 @@ import mcp_types as types
 import pytest
 from apcore import ACLDeniedError, Context, Executor, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
-from conftest import HANDSHAKE, ROOT, FunctionalModule, RawClient, connect, echo, free_port, registry_of, serving
+from conftest import (
+    HANDSHAKE,
+    ROOT,
+    FunctionalModule,
+    RawClient,
+    connect,
+    echo,
+    free_port,
+    hosting,
+    registry_of,
+    serving,
+)
 from mcp import StdioServerParameters
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from test_eras import handshake, message, modern
 
-from apcore_mcp import MCPServer, report_progress
+from apcore_mcp import MCPServer, async_serve, report_progress
 
 REDACTED = "***REDACTED***"
 STEPS = [(1.0, 3.0, "step 1"), (2.0, 3.0, "step 2"), (3.0, 3.0, "step 3")]
@@ -560,6 +574,34 @@ def test_on_the_wire_progress_is_never_without_a_token_and_never_after_the_resul
         assert wire == ["steps", {"progressToken": "t", "progress": 7}, "beyond", "release", "ended"]
 
 
+@pytest.mark.parametrize("era", [HANDSHAKE, "2026-07-28"])
+def test_progress_only_rises_and_is_made_of_numbers(era: str) -> None:
+    """MCP "Progress": MUST increase. What cannot be said as a number is no progress."""
+    steps = [math.nan, 1, 1, 0.5, math.inf, Decimal("2.5"), -math.inf, Fraction(11, 4), True, 3]
+    totals = [None, math.nan, 10, 10, 10, Decimal(10), 10, math.inf, 10, 3]
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for step, total in zip(steps, totals, strict=True):
+            await report_progress(context, step, total)  # type: ignore[arg-type]
+        return {}
+
+    with serving(registry_of({"work": work})) as url, httpx.Client(base_url=url, timeout=30) as client:
+        if era == HANDSHAKE:
+            _, headers = handshake(client, "/mcp")
+            request: dict[str, Any] = {"json": message("tools/call", {"name": "work"}), "headers": headers}
+        else:
+            request = modern("tools/call", {"name": "work"})
+        request["json"]["params"].setdefault("_meta", {})["progressToken"] = "t"
+        events = [json.loads(line[6:]) for line in client.post("/mcp", **request).text.splitlines() if "{" in line]
+    told = [event["params"] for event in events if "params" in event]
+    assert told == [
+        {"progressToken": "t", "progress": 1},
+        {"progressToken": "t", "progress": 2.5, "total": 10},
+        {"progressToken": "t", "progress": 2.75},
+        {"progressToken": "t", "progress": 3, "total": 3},
+    ]
+
+
 # ---- Streaming ----
 
 
@@ -687,6 +729,51 @@ async def test_a_cancelled_call_ends_its_module_and_leaves_no_task_behind(
                 assert left, "the timeout above is the limit"
     gc.collect()  # "Future exception was never retrieved" and the like
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("module_id", ["slow", "above", "stubborn"])
+async def test_what_a_cancelled_module_raises_is_not_told_to_its_hosts_loop(
+    mode: str, module_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    running, proceed, raised = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        proceed.wait(20)
+        raised.set()
+        raise RuntimeError("password hunter2")
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("slow", {}, context)
+
+    async def stubborn(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raised.set()
+            raise RuntimeError("password hunter2") from None
+        return {}
+
+    modules = {"slow": slow, "above": above, "stubborn": stubborn, "echo": echo}
+    async with (
+        async_serve(registry_of(modules)) as app,
+        hosting(app) as url,
+        Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client,
+        asyncio.timeout(30),
+    ):
+        call = asyncio.create_task(client.call_tool(module_id))
+        assert await asyncio.to_thread(running.wait, 10)
+        call.cancel()
+        await asyncio.wait({call})
+        await client.call_tool("echo")  # the server has seen the cancellation when it answers this
+        proceed.set()
+        assert await asyncio.to_thread(raised.wait, 10)
+        await asyncio.to_thread(gc.collect)
+        await client.call_tool("echo")
+        gc.collect()
+    assert "hunter2" not in caplog.text
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_client_that_ends_its_session_cancels_its_calls() -> None:

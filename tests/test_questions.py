@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import sys
@@ -17,17 +18,28 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
-from apcore import Executor, ModuleAnnotations, Registry
+from apcore import Config, ExecutionPolicy, Executor, ModuleAnnotations, Registry
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
+from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
+from apcore.errors import ApprovalDeniedError
 from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, connect, free_port, registry_of, serving
 from mcp import MCPError, StdioServerParameters
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult, ListRootsResult
+from test_eras import modern
 
-from apcore_mcp import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, MCPServer, elicit, report_progress
+from apcore_mcp import (
+    MCP_ELICIT_KEY,
+    MCP_PROGRESS_KEY,
+    ElicitationApprovalHandler,
+    MCPServer,
+    elicit,
+    report_progress,
+)
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 DENIED = "Approval was denied"
@@ -77,7 +89,8 @@ def text_of(result: CallToolResult) -> str:
     ("answer", "seen"),
     [
         pytest.param(accept(name="Ada"), {"name": "Ada"}, id="accepted"),
-        pytest.param(accept(), {}, id="accepted-with-nothing"),
+        pytest.param(accept(), None, id="accepted-with-nothing"),
+        pytest.param(accept(name=7), None, id="accepted-with-something-else"),
         pytest.param(ElicitResult(action="decline"), None, id="declined"),
         pytest.param(ElicitResult(action="cancel"), None, id="cancelled"),
         pytest.param(None, None, id="client-cannot-ask"),
@@ -138,6 +151,47 @@ async def test_questions_asked_at_once_each_get_their_own_answer(mode: str) -> N
     assert sorted(p.message for p in asked) == ["one", "two"]
 
 
+def form(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+@pytest.mark.parametrize("user", ["yes", "cannot"])
+@pytest.mark.parametrize(
+    ("message", "schema"),
+    [
+        pytest.param("Which?", form(n={"type": "number", "default": math.nan}), id="nan"),
+        pytest.param("Which?", form(n={"type": "string", "default": object()}), id="no-json"),
+        pytest.param("Which \ud800?", None, id="surrogate"),
+        pytest.param(7, None, id="no-text"),
+        pytest.param("Which?", form(n=form()), id="nested"),
+        pytest.param("Which?", form(n={"type": "array", "items": {"type": "string"}}), id="list"),
+        pytest.param("Which?", form(n={"$ref": "#/$defs/n"}), id="reference"),
+        pytest.param("Which?", form(n=True), id="anything"),
+        pytest.param("Which?", form(n={"type": "string", "minLength": "x"}), id="no-schema"),
+        pytest.param("Which?", form(n={"type": "string", "pattern": "("}), id="no-pattern"),
+        pytest.param("Which?", form() | {"anyOf": [form(n={"type": "string"})]}, id="a-union"),
+        pytest.param("Which?", {"type": "object", "properties": []}, id="no-properties"),
+        pytest.param("Which?", {"type": "string"}, id="no-object"),
+        pytest.param("Which?", [1], id="a-list"),
+    ],
+)
+async def test_a_question_that_no_form_can_ask_is_a_value_error_to_the_module(
+    mode: str, message: Any, schema: Any, user: str
+) -> None:
+    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"answer": await elicit(context, message, schema, key="name")}
+        except ValueError as error:
+            return {"told": bool(str(error)), "then": await elicit(context, "Who?", SCHEMA)}
+
+    arguments, asked = asking(accept(name="Ada") if user == "yes" else None)
+    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        result = await client.call_tool("wonder")
+    answer = {"name": "Ada"} if user == "yes" else None
+    assert result.structured_content == {"told": True, "then": answer}
+    assert [p.message for p in asked] == ["Who?"] * (user == "yes")
+
+
 async def test_outside_mcp_nobody_is_asked_and_the_context_has_no_keys() -> None:
     assert (MCP_PROGRESS_KEY, MCP_ELICIT_KEY) == ("_mcp_progress", "_mcp_elicit")
 
@@ -150,14 +204,19 @@ async def test_outside_mcp_nobody_is_asked_and_the_context_has_no_keys() -> None
     async with connect(registry) as client:
         inside = (await client.call_tool("keys")).structured_content
     assert inside == {"keys": [MCP_ELICIT_KEY, MCP_PROGRESS_KEY]}
+    await report_progress(None, 1)  # a module called from its own unit test
+    assert await elicit(None, "Who are you?") is None
 
 
 async def test_where_an_answer_could_not_come_back_nobody_is_asked(mode: str) -> None:
     """A server without sessions may stand behind a load balancer: the retry could reach another one."""
+    ran: list[dict[str, Any]] = []
     arguments, asked = asking(accept(name="Ada"))
-    async with connect({"ask": ask}, mode=mode, client=arguments, stateless=True) as client, asyncio.timeout(20):
+    options: dict[str, Any] = {"mode": mode, "client": arguments, "stateless": True, "approval": "require"}
+    async with connect({"ask": ask, "wipe": guarded(ran)}, **options) as client, asyncio.timeout(20):
         assert (await client.call_tool("ask")).structured_content == {"answer": None}
-    assert asked == []
+        assert text_of(await client.call_tool("wipe")) == DENIED
+    assert (asked, ran) == ([], [])
 
 
 ASK_ON_STDIO = """
@@ -333,6 +392,70 @@ async def test_parked_calls_end_when_the_server_stops() -> None:
     assert sorted(ended.get_nowait() for _ in range(4)) == ["cancelled", "cancelled", "finally", "finally"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        pytest.param({}, '{"answer":null}', id="it-stopped-waiting"),
+        pytest.param({"resources": {"timeout": 50}}, "Module timed out after 50ms", id="it-timed-out"),
+    ],
+)
+async def test_a_call_that_ends_while_its_question_is_open_keeps_its_result(limits: dict[str, Any], told: str) -> None:
+    runs, enough, ended = [], asyncio.Event(), threading.Event()
+
+    async def impatient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        try:
+            question = asyncio.ensure_future(elicit(context, "Who?", SCHEMA, key="name"))
+            await asyncio.wait({question, asyncio.ensure_future(enough.wait())}, return_when="FIRST_COMPLETED")
+        finally:
+            ended.set()
+        return {"answer": question.cancel() and None}
+
+    async def hurry(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        enough.set()
+        return {}
+
+    async with wired({"ask": FunctionalModule(impatient, **limits), "hurry": hurry}) as wire:
+        _, _, state = await wire.question("ask", {"n": 1})
+        if not limits:
+            await wire.call("hurry")
+        assert await asyncio.to_thread(ended.wait, 10)
+        late = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
+        assert text_of(await wire.call("ask", {"n": 1}, **late)) == told
+        await wire.refused(state, "ask", {"n": 1})
+    assert runs == [{"n": 1}]
+
+
+async def test_a_call_is_resumed_though_its_tool_has_gone() -> None:
+    """What runs is not ended by `unregister()`, so what waits for its user is not lost by it either."""
+    registry = registry_of({"ask": ask})
+    async with wired(registry) as wire:
+        key, _, state = await wire.question("ask")
+        registry.unregister("ask")
+        assert text_of(await wire.call("ask")) == "Module not found: ask"
+        result = await wire.call("ask", request_state=state, input_responses={key: accept(name="Ada")})
+        assert result.structured_content == {"answer": {"name": "Ada"}}
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "unanswered"])
+async def test_a_client_that_can_no_longer_ask_is_asked_no_more(answered: bool) -> None:
+    async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        first = await elicit(context, "first", SCHEMA, key="name")
+        return {"first": first, "second": await elicit(context, "second", SCHEMA)}
+
+    with serving(registry_of({"rounds": rounds})) as url:
+        options: dict[str, Any] = {"mode": MODERN, "cache": None, "read_timeout_seconds": 30}
+        async with (
+            Client(f"{url}/mcp", **options, **asking(accept())[0]) as able,
+            Client(f"{url}/mcp", **options) as unable,
+            asyncio.timeout(20),
+        ):
+            _, _, state = await Wire(able).question("rounds")
+            responses = {"name": accept(name="Ada")} if answered else None
+            result = await Wire(unable).call("rounds", request_state=state, input_responses=responses)
+    assert result.structured_content == {"first": {"name": "Ada"} if answered else None, "second": None}
+
+
 async def test_progress_after_an_answer_goes_to_the_request_that_brought_it() -> None:
     told: list[tuple[str, float]] = []
 
@@ -398,6 +521,17 @@ def guarded(runs: list[dict[str, Any]], **attributes: Any) -> FunctionalModule:
     return FunctionalModule(execute, **{"annotations": annotations, **attributes})
 
 
+LACKS_ELICITATION = (-32021, {"requiredCapabilities": {"elicitation": {"form": {}}}})
+
+
+async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None = None) -> Any:
+    """The text a call is answered with, or the code and the data of a JSON-RPC error."""
+    try:
+        return text_of(await client.call_tool(name, arguments))
+    except MCPError as error:
+        return error.error.code, error.error.data
+
+
 @pytest.mark.parametrize(
     ("approval", "user", "questions", "runs"),
     [
@@ -421,10 +555,11 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
     ran: list[dict[str, Any]] = []
     arguments, asked = asking(EVERYONE[user])
     async with connect({"wipe": guarded(ran)}, mode=mode, client=arguments, approval=approval) as client:
-        result = await client.call_tool("wipe", {"disk": "a"})
+        outcome = await outcome_of(client, "wipe", {"disk": "a"})
     assert len(asked) == questions
     assert ran == ([{"disk": "a"}] if runs else [])
-    assert (result.is_error, text_of(result)) == ((False, '{"ran":true}') if runs else (True, DENIED))
+    lacks = (mode, approval, user) == (MODERN, "require", "cannot")
+    assert outcome == ('{"ran":true}' if runs else LACKS_ELICITATION if lacks else DENIED)
     warned = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.WARNING]
     assert any("wipe" in record.getMessage() for record in warned) == (approval == "auto" and user == "cannot")
 
@@ -521,7 +656,7 @@ async def test_a_client_that_sends_an_approval_token_gains_nothing(mode: str, ap
     arguments, _ = asking(EVERYONE[user])
     async with connect({"wipe": guarded(ran)}, mode=mode, client=arguments, approval=approval) as client:
         for token in ("token", "", 7, None):
-            assert (await client.call_tool("wipe", {"_approval_token": token})).is_error
+            assert await outcome_of(client, "wipe", {"_approval_token": token}) != '{"ran":true}'
     assert ran == []
 
 
@@ -536,3 +671,107 @@ async def test_a_module_that_needs_no_approval_is_not_asked_about(mode: str) -> 
 def test_an_unknown_approval_mode_is_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="auto, require, deny, off"), serving(registry_of(), approval="maybe"):
         pytest.fail("it started")
+
+
+def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None:
+    """MCP 2026-07-28: -32021 goes with HTTP 400; also of a module that another one calls."""
+    below = FunctionalModule(lambda inputs, context: context.executor.call("wipe", inputs, context))
+    with serving(registry_of({"wipe": guarded([]), "below": below}), approval="require") as url:
+        for name in ("wipe", "below"):
+            response = httpx.post(f"{url}/mcp", **modern("tools/call", {"name": name, "arguments": {}}))
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["data"]) == (400, *LACKS_ELICITATION)
+
+
+@pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), ("off", 1), (AutoApproveHandler(), 1)])
+async def test_each_server_of_one_executor_decides_about_its_own_calls(mode: str, first: Any, runs: int) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    async with connect(executor, mode=mode, approval="deny") as second:
+        async with connect(executor, mode=mode, approval=first) as client:
+            assert await outcome_of(second, "wipe") == DENIED
+            assert await outcome_of(client, "wipe") == ('{"ran":true}' if runs else DENIED)
+        assert await outcome_of(second, "wipe") == DENIED
+        assert len(ran) == runs
+        await executor.call_async("wipe", {})  # which is nobody's: apcore skips a gate without a handler
+    await executor.call_async("wipe", {})
+    assert len(ran) == runs + 2
+
+
+@pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
+async def test_auto_lets_through_only_what_apcore_would(mode: str, user: str, runs: int) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}), policy=ExecutionPolicy(strict=True))
+    before = executor.governance_state()
+    async with connect(executor, mode=mode, client=asking(EVERYONE[user])[0]) as client:
+        told = await outcome_of(client, "wipe")
+        assert executor.governance_state() == before
+        with pytest.raises(ApprovalDeniedError):
+            await executor.call_async("wipe", {})
+    assert executor.governance_state() == before
+    assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if (mode, user) == (MODERN, "cannot") else DENIED)
+    assert len(ran) == runs
+
+
+async def test_a_handler_and_a_policy_that_come_later_count_from_then_on(mode: str) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    judge = Judge("approved")
+    async with connect(executor, mode=mode) as client:
+        executor.set_policy(ExecutionPolicy(strict=True))
+        assert await outcome_of(client, "wipe") in (DENIED, LACKS_ELICITATION)
+        executor.set_approval_handler(judge)
+        assert executor.governance_state().approval_handler_configured
+        assert await outcome_of(client, "wipe") == '{"ran":true}'
+    assert (len(judge.asked), len(ran)) == (1, 1)
+
+
+@pytest.mark.parametrize("approval", ["auto", "deny", "off"])
+@pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
+async def test_the_handler_that_asks_serves_an_executor_of_ones_own(
+    mode: str, approval: str, user: str, runs: int
+) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=ElicitationApprovalHandler())
+    arguments, asked = asking(EVERYONE[user])
+    async with connect(executor, mode=mode, client=arguments, approval=approval) as client:
+        await outcome_of(client, "wipe")
+    assert (len(ran), len(asked)) == (runs, user != "cannot")
+    with pytest.raises(ApprovalDeniedError):
+        await executor.call_async("wipe", {})
+
+
+async def test_a_gate_of_the_users_own_stays_what_it_is() -> None:
+    passed = []
+
+    class Gate(BuiltinApprovalGate):
+        async def execute(self, ctx: Any) -> Any:
+            passed.append(ctx.module_id)
+            return await super().execute(ctx)
+
+    registry = registry_of({"wipe": guarded([]), "echo": lambda inputs, context: inputs})
+    strategy = build_standard_strategy(registry=registry)
+    strategy.replace("approval_gate", Gate())
+    async with connect(Executor(registry, strategy=strategy), approval="deny") as client:
+        assert (await outcome_of(client, "wipe"), await outcome_of(client, "echo")) == (DENIED, "{}")
+    assert passed == ["wipe", "echo"]
+
+
+async def test_what_a_person_takes_to_approve_does_not_count_against_the_call(mode: str) -> None:
+    """Nor what a handler of one's own takes."""
+    limit = Config(data={"executor": {"global_timeout": 300}})
+
+    class Slow(Judge):
+        async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+            await asyncio.sleep(0.5)
+            return await super().request_approval(request)
+
+    async def callback(context: Any, params: Any) -> ElicitResult:
+        await asyncio.sleep(0.5)
+        return APPROVE
+
+    for approval in ("auto", Slow("approved")):
+        executor = Executor(registry_of({"wipe": guarded([])}), config=limit)
+        client_arguments = {"elicitation_callback": callback}
+        async with connect(executor, mode=mode, client=client_arguments, approval=approval) as client:
+            assert await outcome_of(client, "wipe") == '{"ran":true}'

@@ -1,10 +1,10 @@
 """Measure this package beside a hand-written minimal server on the same SDK, and print the ratios.
 
-    python -m tests.benchmarks                    some minutes
-    python -m tests.benchmarks --quick            seconds: whether everything runs, no figures to quote
-    python -m tests.benchmarks --only "^call"     rows whose name matches a regular expression
-    python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place
-    python -m tests.benchmarks --existing         also beside the `apcore-mcp` of the package index
+python -m tests.benchmarks                    some minutes
+python -m tests.benchmarks --quick            seconds: whether everything runs, no figures to quote
+python -m tests.benchmarks --only "^call"     rows whose name matches a regular expression
+python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place
+python -m tests.benchmarks --existing         also beside the `apcore-mcp` of the package index
 """
 
 from __future__ import annotations

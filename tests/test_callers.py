@@ -1,0 +1,187 @@
+"""Who is calling: what ASGI middleware before the server found out becomes the Identity of the call (design, "Who is
+calling"). Real middleware, Starlette's and the SDK's; per request, in both eras, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import httpx2
+import pytest
+from apcore import ACL, ACLRule, Executor, Registry
+from conftest import HANDSHAKE, MODERN, connect, hosting, registry_of
+from mcp import MCPError
+from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.provider import AccessToken
+from mcp_types import ElicitResult, InputRequiredResult
+from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
+from starlette.middleware.authentication import AuthenticationMiddleware
+
+from apcore_mcp import async_serve, elicit
+
+
+class Named(BaseUser):
+    """A user who has only a name to show, as Starlette's own had for years."""
+
+    is_authenticated = True
+    display_name = "named"
+
+
+class Numbered(BaseUser):
+    is_authenticated = True
+    display_name = "Number Seven"
+    identity = 7  # type: ignore[assignment]
+
+
+class Foreign:
+    """A user of another framework's making."""
+
+    is_authenticated = True
+
+    def __str__(self) -> str:
+        return "foreign"
+
+
+def bearer(subject: str | None) -> AuthenticatedUser:
+    return AuthenticatedUser(AccessToken(token="t", client_id="app", scopes=["read"], subject=subject))
+
+
+USERS: dict[str, Any] = {
+    "alice": SimpleUser("alice"),
+    "bob": SimpleUser("bob"),
+    "named": Named(),
+    "7": Numbered(),
+    "foreign": Foreign(),
+    "subject": bearer("subject"),
+    "app": bearer(None),
+    "": UnauthenticatedUser(),
+}
+
+
+class Backend(AuthenticationBackend):
+    """Believes who says in a header who he is."""
+
+    async def authenticate(self, conn: Any) -> tuple[AuthCredentials, Any] | None:
+        name = conn.headers.get("x-user")
+        return None if name is None else (AuthCredentials(["read", "write"]), USERS[name])
+
+
+async def whoami(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    caller = context.identity
+    return {"caller": caller and [caller.id, caller.type, *caller.roles]}
+
+
+async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    answer = await elicit(context, "Sure?")
+    return {"answer": answer, **await whoami(inputs, context)}
+
+
+class Session:
+    """A client, and who makes its requests from now on (None: nobody says)."""
+
+    def __init__(self) -> None:
+        self.caller: str | None = None
+        self.client: Client
+
+    async def sign(self, request: httpx2.Request) -> None:
+        if self.caller is not None:
+            request.headers["x-user"] = self.caller
+
+    async def call(self, name: str, **options: Any) -> Any:
+        return (await self.client.call_tool(name, **options)).structured_content
+
+
+@contextlib.asynccontextmanager
+async def signed(
+    source: Registry | Executor, mode: str = MODERN, transport: str = "streamable-http", caller: str | None = None
+) -> AsyncIterator[Session]:
+    """A session, begun by `caller`, with a server that stands behind `AuthenticationMiddleware`."""
+    session = Session()
+    session.caller = caller
+
+    def http(**arguments: Any) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(event_hooks={"request": [session.sign]}, **{"timeout": 30, **arguments})
+
+    async def yes(context: Any, params: Any) -> ElicitResult:
+        return ElicitResult(action="accept", content={})
+
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(async_serve(source, transport=transport))
+        url = await stack.enter_async_context(hosting(AuthenticationMiddleware(app, backend=Backend())))
+        await stack.enter_async_context(asyncio.timeout(30))
+        if transport == "sse":
+            server: Any = sse_client(f"{url}/sse", httpx_client_factory=lambda **arguments: http(**arguments))
+        else:
+            server = streamable_http_client(f"{url}/mcp", http_client=await stack.enter_async_context(http()))
+        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, elicitation_callback=yes)
+        session.client = await stack.enter_async_context(client)
+        yield session
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport"), [(HANDSHAKE, "streamable-http"), (MODERN, "streamable-http"), (HANDSHAKE, "sse")]
+)
+async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request(mode: str, transport: str) -> None:
+    async with signed(registry_of({"whoami": whoami}), mode, transport) as session:
+        for name in (None, "alice", "named", "7", "foreign", "", "bob"):
+            session.caller = name
+            expected = [name, "user", "read", "write"] if name else None
+            assert await session.call("whoami") == {"caller": expected}, name
+
+
+@pytest.mark.parametrize("name", ["subject", "app"])
+async def test_a_bearer_token_stands_for_its_subject_or_else_its_client(mode: str, name: str) -> None:
+    async with signed(registry_of({"whoami": whoami}), mode, caller=name) as session:
+        assert await session.call("whoami") == {"caller": [name, "user", "read", "write"]}
+
+
+async def test_without_middleware_every_caller_is_anonymous(mode: str) -> None:
+    async with connect({"whoami": whoami}, mode=mode) as client:
+        assert (await client.call_tool("whoami")).structured_content == {"caller": None}
+
+
+async def test_an_acl_decides_by_role_over_http(mode: str) -> None:
+    rules = [ACLRule(callers=["@external"], targets=["whoami"], effect="allow", conditions={"roles": ["write"]})]
+    acl = ACL(rules=rules, default_effect="deny")
+    async with signed(Executor(registry_of({"whoami": whoami}), acl=acl), mode) as session:
+        assert (await session.client.call_tool("whoami")).is_error
+        session.caller = "alice"
+        assert await session.call("whoami") == {"caller": ["alice", "user", "read", "write"]}
+
+
+async def test_the_explorer_calls_for_whoever_asks_it() -> None:
+    options = {"explorer": True, "allow_execute": True}
+    async with async_serve(registry_of({"whoami": whoami}), **options) as app:
+        transport = httpx.ASGITransport(AuthenticationMiddleware(app, backend=Backend()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for headers, expected in (({"X-User": "alice"}, ["alice", "user", "read", "write"]), ({}, None)):
+                answer = await client.post("/explorer/tools/whoami/call", json={}, headers=headers)
+                assert answer.json()["result"] == {"caller": expected}
+
+
+async def test_only_who_began_a_call_can_go_on_with_it() -> None:
+    async with signed(registry_of({"ask": ask})) as session:
+        call = session.client.session.call_tool
+        session.caller = "alice"
+        asked = await call("ask", allow_input_required=True)
+        assert isinstance(asked, InputRequiredResult)
+        answer: Any = {"input": ElicitResult(action="accept", content={})}
+        for session.caller in ("bob", ""):
+            with pytest.raises(MCPError) as caught:
+                await call("ask", request_state=asked.request_state, input_responses=answer)
+            assert caught.value.error.code == -32602
+        session.caller = "alice"
+        result = await call("ask", request_state=asked.request_state, input_responses=answer)
+        assert result.structured_content == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
+
+
+async def test_a_session_of_the_handshake_era_asks_and_is_answered_by_the_same_caller() -> None:
+    async with signed(registry_of({"ask": ask}), HANDSHAKE) as session:
+        session.caller = "alice"
+        assert await session.call("ask") == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
