@@ -117,6 +117,12 @@ def test_several_processes_serve_one_port_and_none_is_missed_when_it_is_killed(t
         server.wait()
 
 
+def test_who_has_the_role_is_let_in_and_nobody_else(tmp_path: Path) -> None:
+    ann, bob, nobody = run(tmp_path, "bearer_token.py").splitlines()
+    assert ann == "token-of-ann: {'result': 'The back door is open.'}"
+    assert (bob, nobody) == ("token-of-bob: Access denied", "token-of-nobody: Access denied")
+
+
 def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
     import apcore
 

@@ -1,0 +1,70 @@
+"""Who is calling: Starlette's middleware checks a bearer token, and apcore's ACL decides what its owner may run.
+
+    python examples/bearer_token.py
+
+The rule asks for a role that Ann has and Bob has not. A client with each one's token calls the same tool, and one with
+a token that nobody has.
+"""
+
+import asyncio
+import socket
+
+import httpx2
+from apcore import ACL, ACLRule, Executor, Registry, module
+from mcp.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.requests import HTTPConnection
+
+from apcore_mcp import MCPServer
+
+registry = Registry()
+
+
+@module(id="door.open", registry=registry)
+def open_door(name: str) -> str:
+    """Open a door."""
+    return f"The {name} door is open."
+
+
+USERS = {"token-of-ann": ("ann", ["staff"]), "token-of-bob": ("bob", ["guest"])}
+
+
+class BearerTokens(AuthenticationBackend):
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
+        token = conn.headers.get("authorization", "").removeprefix("Bearer ")
+        if token not in USERS:
+            return None  # anonymous: may call what a rule allows everybody
+        name, roles = USERS[token]
+        return AuthCredentials(roles), SimpleUser(name)
+
+
+staff_only = ACLRule(callers=["@external"], targets=["door.*"], effect="allow", conditions={"roles": ["staff"]})
+executor = Executor(registry, acl=ACL([staff_only], default_effect="deny"))
+authentication = Middleware(AuthenticationMiddleware, backend=BearerTokens())
+
+
+async def call_with(token: str, url: str) -> None:
+    async with (
+        httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http,
+        Client(streamable_http_client(url, http_client=http)) as client,
+    ):
+        result = await client.call_tool("door.open", {"name": "back"})
+        print(f"{token}:", result.structured_content or getattr(result.content[0], "text", result.content))
+
+
+def main() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = MCPServer(executor, transport="streamable-http", port=port, middleware=[authentication])
+    server.start()
+    for token in (*USERS, "token-of-nobody"):
+        asyncio.run(call_with(token, f"http://127.0.0.1:{port}/mcp"))
+    server.stop()
+    server.wait()
+
+
+if __name__ == "__main__":
+    main()
