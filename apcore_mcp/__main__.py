@@ -9,24 +9,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from apcore import Registry
 
 from .core import _EXPORTS, _discover, _export, _Options, _standard_streams, serve
 
 
-def _parser() -> argparse.ArgumentParser:
-    """One flag for each option of `serve()`, from the option itself."""
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The flags of the command line alone, and these with one flag for each option of `serve()`, from the option."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
+    own.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
     parser = argparse.ArgumentParser(
         prog="apcore-mcp",
         description="Serve every apcore module below a directory as an MCP tool.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        parents=[own],
     )
-    parser.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
-    parser.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
     metrics = "serve Prometheus metrics at /metrics (HTTP transports)"
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help=metrics)
     for option in dataclasses.fields(_Options):
@@ -39,31 +44,30 @@ def _parser() -> argparse.ArgumentParser:
             flag["type"] = int
         parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **flag)
     parser.set_defaults(log_level="INFO")
-    return parser
+    return own, parser
 
 
 def _refusal(arguments: argparse.Namespace) -> str | None:
     """Why the arguments cannot be served, in the words of SRS FR-CLI-002, -004 and -005."""
-    path = Path(arguments.extensions_dir)
-    if not path.exists():
-        return f"extensions directory does not exist: {path}"
-    if not path.is_dir():
-        return f"extensions path is not a directory: {path}"
-    if not 1 <= arguments.port <= 65535:
-        return "port must be between 1 and 65535"
-    if not arguments.name:
-        return "server name must not be empty"
-    if len(arguments.name) > 255:
-        return "server name must not exceed 255 characters"
-    return None
+    path, name = arguments.extensions_dir, arguments.name
+    refusals = {
+        "extensions directory must not be empty": not path,  # it would be the working directory, whatever is in it
+        f"extensions directory does not exist: {path}": not os.path.exists(path),
+        f"extensions path is not a directory: {path}": not os.path.isdir(path),
+        "port must be between 1 and 65535": not 1 <= arguments.port <= 65535,
+        "server name must not be empty": not name,
+        "server name must not exceed 255 characters": len(name) > 255,
+    }
+    return next((refusal for refusal, holds in refusals.items() if holds), None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, discover, serve; the exit status."""
-    arguments = _parser().parse_args(argv)
-    options = vars(arguments)
+    own, parser = _parsers()
+    arguments = parser.parse_args(argv)
     if refusal := _refusal(arguments):
         return _fail(refusal, 1)
+    options = vars(arguments)
     directory, export = options.pop("extensions_dir"), options.pop("export")
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("apcore_mcp").setLevel(options["log_level"])
@@ -72,13 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     owns_stdout = _standard_streams(for_good=not export) if owned else contextlib.nullcontext()
     try:
         with owns_stdout:
-            registry = _discover(directory)
+            registry = Registry() if export == "client" else _discover(directory)
             if not export:
                 serve(registry, **options)
                 return 0
-            exported = _export(_Options(registry, **options), export)
+            again = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
+            exported = _export(_Options(registry, **options), export, again)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is
         print(exported, flush=True)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError) as error:
         return _fail(str(error), 1)
     except (OSError, RuntimeError) as error:
         return _fail(str(error), 2)

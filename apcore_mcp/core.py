@@ -35,6 +35,7 @@ import fnmatch
 import functools
 import glob
 import hashlib
+import importlib.util
 import inspect
 import ipaddress
 import json
@@ -65,6 +66,7 @@ from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest,
 from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.cancel import CancelToken, ExecutionCancelledError
 from apcore.context import Identity
+from apcore.decorator import FunctionModule
 from apcore.errors import (
     ApprovalDeniedError,
     ErrorCodeRegistry,
@@ -75,6 +77,7 @@ from apcore.errors import (
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
+from apcore.registry import DiscoveredModule, load_metadata, scan_extensions, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -2250,6 +2253,15 @@ class _Options:
             executor.use(MetricsMiddleware(self.metrics_collector))
         return executor
 
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect (HTTP transports)."""
+        return f"{self.url}{'/sse' if self.transport == 'sse' else '/mcp'}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
     def hosts(self) -> list[str]:
         """Host headers to accept, `*` for any characters."""
         if self.allowed_hosts:
@@ -2485,48 +2497,80 @@ def from_openai_call(
 # ---- Doors: the command line's own ----
 
 
-_EXPORTS = ("mcp", "openai", "openai-strict", "markdown")
+_EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 
 
-def _export(options: _Options, form: str) -> str:
-    """What `--export` prints: the tools of `tools/list`, OpenAI's, or the tool document."""
+def _export(options: _Options, form: str, arguments: list[str]) -> str:
+    """What `--export` prints: the tools of `tools/list`, OpenAI's, the tool document, or what clients start it by."""
     catalog = _ToolCatalog(options)
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *catalog.each(_document)])
-    if form == "mcp":
-        return json.dumps(catalog.listing(portable=options.tool_names == "portable"), indent=2)
-    filters: dict[str, Any] = {"tags": options.tags, "prefix": options.prefix}
-    return json.dumps(to_openai_tools(options.registry, strict=form == "openai-strict", **filters), indent=2)
+    if form == "client":
+        exported: Any = {"mcpServers": {options.name: _client_entry(options, arguments)}}
+    elif form == "mcp":
+        exported = catalog.listing(portable=options.tool_names == "portable")
+    else:
+        filters: dict[str, Any] = {"tags": options.tags, "prefix": options.prefix}
+        exported = to_openai_tools(options.registry, strict=form == "openai-strict", **filters)
+    return json.dumps(exported, indent=2)
+
+
+def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
+    """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
+    if options.transport != "stdio":
+        return {"type": options.transport.removeprefix("streamable-"), "url": options.endpoint}
+    package = _Options.__module__.rpartition(".")[0]
+    entry: dict[str, Any] = {"command": os.path.abspath(sys.executable), "args": ["-m", package, *arguments]}
+    # Python finds a vendored copy by the working directory or the script's (the first of its path), or by this shell's
+    # environment: the client has none of these.
+    home = str(Path(os.path.abspath(__file__)).parents[package.count(".") + 1])
+    if home not in {*sys.path[1:]}.difference(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        entry["env"] = {"PYTHONPATH": home}
+    return entry
 
 
 def _discover(directory: str) -> Registry:
-    """A registry of the modules below `directory`, and of what its `*.binding.yaml` files bind.
+    """A registry of what the files below `directory` define, and of what its `*.binding.yaml` files bind.
 
-    A file that cannot be loaded is left out with a WARNING, one that ends in SystemExit included.
+    What cannot be loaded is left out with a WARNING.
     """
-    refused: set[Path] = set()
-    seen: list[Path] = []
-
-    def approve(path: Path) -> None:
-        seen.append(path)
-        if path in refused:
-            raise ImportError("it tried to end the process")
-
-    while True:
-        registry = Registry(extensions_dir=directory, pre_approval_hook=approve)
-        try:
-            registry.discover()
-            break
-        except SystemExit:
-            refused.add(seen[-1])
+    registry = Registry(extensions_dir=directory)
+    for file in sorted(scan_extensions(Path(directory)), key=lambda file: file.canonical_id):
+        with _left_out(file.file_path):
+            for module_id, module, metadata in _defined(file):
+                with _left_out(f"Module {module_id} of {file.file_path}"):
+                    registry.register(module_id, module() if inspect.isclass(module) else module, metadata=metadata)
     for path in sorted(Path(directory).rglob("*.binding.yaml")):
         if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
             sys.path.append(str(path.parent))
-        try:
+        with _left_out(path):
             BindingLoader().load_bindings(str(path), registry)
-        except (Exception, SystemExit) as error:  # one bad file never takes the others down
-            logger.warning("Bindings %s are left out: %s", path, error)
     return registry
+
+
+def _defined(file: DiscoveredModule) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Import a file; its functions with apcore's `@module`, and the class that apcore would discover.
+
+    Each with its id and its metadata. ImportError for a file without either, and for one with several such classes.
+    """
+    metadata = load_metadata(file.meta_path) if file.meta_path else {}
+    name = f"apcore_ext.{file.canonical_id}"  # of which apcore makes the id of a function that is given none
+    spec: Any = importlib.util.spec_from_file_location(name, file.file_path)
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    own = [value for value in vars(loaded).values() if getattr(value, "__module__", None) == name]
+    modules = dict.fromkeys(getattr(value, "apcore_module", None) for value in own if inspect.isfunction(value))
+    functions = [module for module in modules if isinstance(module, FunctionModule)]
+    for function in functions:
+        yield function.module_id.removeprefix("apcore_ext."), function, {}
+    if "entry_point" in metadata:
+        own = [getattr(loaded, metadata["entry_point"].rpartition(":")[2])]
+    classes = {value for value in own if inspect.isclass(value) and not validate_module(value)}
+    if len(classes) > 1 or not (classes or functions):
+        kinds = "one module class (pydantic schemas, a description, execute) or functions with @module"
+        raise ImportError(f"it has to define {kinds}, and defines {len(classes)} classes")
+    for module in classes:
+        yield file.canonical_id, module, metadata
 
 
 # ---- Doors: servers ----
@@ -2562,9 +2606,8 @@ def _where(options: _Options) -> str:
     """Where the server listens and the Explorer is, for the log."""
     if options.transport == "stdio":
         return ""
-    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{options.port}"
-    told = f", at {url}{'/sse' if options.transport == 'sse' else '/mcp'}"
-    return told + (f", explorer at {url}{options.explorer_prefix}/" if options.explorer else "")
+    told = f", at {options.endpoint}"
+    return told + (f", explorer at {options.url}{options.explorer_prefix}/" if options.explorer else "")
 
 
 async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:

@@ -135,7 +135,7 @@ class RawClient:
 
     def __init__(self, arguments: list[str], **popen: Any) -> None:
         self.process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **popen
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **{"cwd": ROOT, **popen}
         )
         self._next_id = 0
 

@@ -93,6 +93,7 @@ def exported_names(output: str) -> list[str]:
         pytest.param(
             ["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no", id="no-directory"
         ),
+        pytest.param(["--extensions-dir", ""], "extensions directory must not be empty", id="directory-without-a-name"),
         pytest.param(["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f", id="a-file"),
         pytest.param(["--port", "0"], "port must be between 1 and 65535", id="port-0"),
         pytest.param(["--port", "70000"], "port must be between 1 and 65535", id="port-70000"),
@@ -262,12 +263,23 @@ def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_emp
 
 
 def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_served(extensions: Path) -> None:
-    """NFR-REL-002; a module that ends the process while it is imported is no exception."""
+    """NFR-REL-002, whenever and whatever it raises."""
+    ends = "\n    def {}(self): raise SystemExit('ends')\n"
     broken = {
         "bad/syntax.py": "def broken(:\n",
         "bad/raises.py": "raise ValueError('on import')\n",
         "bad/missing.py": "import no_such_package_anywhere\n",
         "bad/exits.py": "import sys\nsys.exit(3)\n",
+        "bad/skips.py": "import pytest\npytest.skip('a BaseException', allow_module_level=True)\n",
+        "bad/initial.py": MODULE.format(tag="bad") + ends.format("__init__"),
+        "bad/loading.py": MODULE.format(tag="bad") + ends.format("on_load"),
+        "bad/helper.py": "def help(): pass\n",
+        "bad/twice.py": MODULE.format(tag="bad") + "\nclass Again(Say): pass\n",
+        "bad/described.py": MODULE.format(tag="bad"),
+        "bad/described_meta.yaml": "[not, a, mapping]\n",
+        "bad/function.py": "from apcore.decorator import module\n@module\ndef untyped(a): pass\n",
+        "Bad-Place/Its-Name.py": MODULE.format(tag="bad"),
+        "system/health.py": MODULE.format(tag="bad"),
         "bad/text.binding.yaml": "bindings: [unclosed\n",
         "bad/target.binding.yaml": (
             "spec_version: '1.0'\nbindings:\n  - module_id: bad.target\n    target: 'no_such_module_here:run'\n"
@@ -280,9 +292,88 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
     ended = run("--extensions-dir", str(extensions), "--export", "openai")
     assert ended.returncode == 0, ended.stderr
     assert sorted(exported_names(ended.stdout)) == ["hand-write", "voice-say", "voice-shout"]
-    lines = [line for line in ended.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
-    unnamed = [name for name in broken if not any(name.split("/")[1].split(".")[0] in line for line in lines)]
-    assert unnamed == [], ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
+    files = [name for name in broken if not name.endswith("_meta.yaml")]
+    assert [name for name in files if not any(name in line for line in lines)] == [], ended.stderr
+    assert len(lines) == len(files)
+    assert "Traceback" not in ended.stderr
+
+
+FUNCTIONS = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from pathlib import Path
+import apcore
+from apcore import Context
+from apcore.decorator import module
+
+with open(Path(__file__).with_name("imported"), "a") as file:
+    file.write("once ")
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+@module(id="maths.add", description="Add", tags=["sum"])
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+@module
+async def double(x: int, context: Context) -> dict:
+    """Double a point."""
+    return {{"x": Point(x).x * 2, "known": context.trace_id is not None}}
+
+@apcore.module(description="Halve")
+def halve(a: float) -> float:
+    return a / 2
+
+also = add
+{more}
+'''
+
+
+def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(extensions: Path) -> None:
+    """Under the id they give, or the one of their place; what another file defined is not this one's."""
+    (extensions / "maths").mkdir()
+    (extensions / "maths" / "forms.py").write_text(FUNCTIONS.format(more=""))
+    (extensions / "maths" / "both.py").write_text(FUNCTIONS.format(more=MODULE.format(tag="x")).replace("maths", "m"))
+    (extensions / "maths" / "_bound.py").write_text("def negate(a: int) -> int:\n    return -a\n")
+    (extensions / "maths" / "bound.binding.yaml").write_text(
+        "spec_version: '1.0'\nbindings:\n  - {module_id: maths.negate, target: '_bound:negate', description: Negate}\n"
+    )
+    arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--prefix", "m"]
+    with RawClient(arguments) as client:
+        client.initialize()
+        tools = {tool["name"]: tool for tool in client.request("tools/list")["result"]["tools"]}
+        assert [*tools] == [
+            "m.add", "maths.add", "maths.both", "maths.both.double", "maths.both.halve",
+            "maths.forms.double", "maths.forms.halve", "maths.negate",
+        ]  # fmt: skip
+        assert (tools["maths.add"]["description"], tools["maths.add"]["_meta"]["apcore/tags"]) == ("Add", ["sum"])
+        assert tools["maths.forms.double"]["description"] == "Double a point."
+        results = [
+            client.request("tools/call", {"name": name, "arguments": given})["result"]["structuredContent"]
+            for name, given in (("maths.add", {"a": 2}), ("maths.forms.double", {"x": 4}))
+        ]
+    assert results == [{"result": 3}, {"x": 8, "known": True}]
+    assert (extensions / "maths" / "imported").read_text() == "once " * 2
+
+
+def test_dynamic_follows_the_files_and_leaves_functions_as_they_were(extensions: Path) -> None:
+    (extensions / "forms.py").write_text(FUNCTIONS.format(more=""))
+    arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--dynamic"]
+    with RawClient(arguments) as client:
+        client.initialize()
+        shutil.rmtree(extensions / "voice")
+        (extensions / "forms.py").unlink()
+        (extensions / "hand" / "write.py").write_text(MODULE.format(tag="new"))
+        expected = {"forms.double": [], "forms.halve": [], "hand.write": ["public", "new"], "maths.add": ["sum"]}
+        told: dict[str, list[str]] = {}
+        while told != expected:
+            assert client.receive()["method"].endswith("list_changed")
+            tools = client.request("tools/list")["result"]["tools"]
+            told = {tool["name"]: tool["_meta"]["apcore/tags"] for tool in tools}
 
 
 def test_a_relative_directory_counts_from_where_the_command_is_run(extensions: Path) -> None:
@@ -290,11 +381,78 @@ def test_a_relative_directory_counts_from_where_the_command_is_run(extensions: P
     assert sorted(exported_names(ended.stdout)) == ["hand-write", "voice-say", "voice-shout"]
 
 
-def test_a_vendored_copy_runs_without_the_package_it_was_copied_from(extensions: Path, tmp_path: Path) -> None:
-    vendored = tmp_path / "anyproject" / "_vendor" / "apcore_mcp"
-    shutil.copytree(Path(apcore_mcp.__file__).parent, vendored, ignore=shutil.ignore_patterns("__pycache__"))
-    for package in (vendored.parent, vendored.parent.parent):
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_a_document_is_printed_whatever_the_terminal_can_say(extensions: Path, encoding: str) -> None:
+    text = MODULE.format(tag="calm").replace('"Say it"', '"1 → 2 ≠ 3"; documentation = "\\ud800"')
+    (extensions / "hand" / "write.py").write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = run("--extensions-dir", str(extensions), "--export", "markdown", env=environment, encoding="utf-8")
+    assert ended.returncode == 0, ended.stderr
+    assert "1 → 2 ≠ 3" in ended.stdout
+
+
+def vendored_copy(below: Path) -> Path:
+    """The package as somebody's project has it: `below/anyproject/_vendor/apcore_mcp`."""
+    copied = below / "anyproject" / "_vendor" / "apcore_mcp"
+    shutil.copytree(Path(apcore_mcp.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (copied.parent, copied.parent.parent):
         (package / "__init__.py").touch()
+    return copied
+
+
+@pytest.mark.parametrize("package", ["apcore_mcp", "anyproject._vendor.apcore_mcp"], ids=["installed", "vendored"])
+def test_the_exported_client_entry_starts_this_server_from_anywhere(
+    extensions: Path, tmp_path: Path, package: str
+) -> None:
+    """And nothing of what it will serve is run for that."""
+    (extensions / "hand" / "write.py").write_text("raise SystemExit(open('ran', 'w').write('yes'))")
+    vendored_copy(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    flags = ["--name", "my tools", "--tags", "public", "calm", "--explorer", "--prefix=v", "--instructions", "-- go on"]
+    ended = subprocess.run(
+        [sys.executable, "-m", package, "--extensions-dir", extensions.name, *flags, "--export", "client"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (name, entry), *others = json.loads(ended.stdout)["mcpServers"].items()
+    assert (name, others, entry["command"]) == ("my tools", [], sys.executable)
+    assert entry["args"] == ["-m", package, "--extensions-dir", str(extensions), *flags]
+    assert entry.get("env") == ({"PYTHONPATH": str(tmp_path)} if "." in package else None)
+    assert not (tmp_path / "ran").exists()
+    arguments = [entry["command"], *entry["args"]]
+    with RawClient(arguments, cwd=elsewhere, env={**environment, **entry.get("env", {})}) as client:
+        assert client.initialize()["result"]["serverInfo"]["name"] == "my tools"
+        assert [tool["name"] for tool in client.request("tools/list")["result"]["tools"]] == ["voice.shout"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "entry"),
+    [
+        (["--port", "9000"], {"type": "http", "url": "http://127.0.0.1:9000/mcp"}),
+        (["--transport", "sse", "--host", "::1"], {"type": "sse", "url": "http://[::1]:8000/sse"}),
+    ],
+    ids=["streamable-http", "sse"],
+)
+def test_the_exported_client_entry_of_an_http_server_is_its_address(
+    extensions: Path, capsys: pytest.CaptureFixture[str], flags: list[str], entry: dict[str, str]
+) -> None:
+    arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", "streamable-http", *flags]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {"mcpServers": {"apcore-mcp": entry}}
+
+
+def test_a_client_entry_is_refused_for_what_would_not_start(
+    extensions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--extensions-dir", str(extensions), "--export", "client", "--explorer-prefix", "x"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err[:30]) == ("", "Error: explorer_prefix must st")
+
+
+def test_a_vendored_copy_runs_without_the_package_it_was_copied_from(extensions: Path, tmp_path: Path) -> None:
+    vendored = vendored_copy(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     arguments = ["--extensions-dir", str(extensions)]
     # The installed package cannot be imported here, so an absolute import of it would show.
