@@ -792,50 +792,87 @@ def _field_error(entry: Any) -> dict[str, str]:
 
 # ---- Documents: what a person reads of a tool; pure ----
 
-_SAMPLE_TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
-_SAMPLE_TEXTS |= {
-    "uuid": "123e4567-e89b-12d3-a456-426614174000",
-    "email": "ann@example.com",
-    "uri": "https://a.example",
-}
+_TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
+_TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
+_PATTERN_TEXTS = "a A 1 abc ABC 123 1234 12345 1.0.0 1.50 12:00 2025-01 en EUR en-US A1 A-1 ABC-123 ABC-1234"
 
 
-def _sample(schema: Any) -> Any:
-    """A value that `schema` accepts, as telling as the schema is."""
-    if not isinstance(schema, dict):
-        return {}
-    if branches := schema.get("anyOf") or schema.get("oneOf"):
-        beside = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
-        samples = (_sample({**branch, **beside}) for branch in branches if isinstance(branch, dict))
-        return next((sample for sample in samples if sample is not None and _is_valid(sample, schema)), None)
+def _likely(schema: JSONSchema) -> Iterator[Any]:
+    """Values that `schema` may accept, those first that tell most of it."""
     schema = functools.reduce(lambda merged, part: {**part, **merged}, schema.get("allOf", ()), schema)
-    named = [schema[key] for key in ("const", "default") if key in schema]
-    for choice in (*named, *schema.get("examples", ()), *schema.get("enum", ())):
-        if _is_valid(choice, schema):
-            return choice
-    kind = (_types(schema) or ["object" if "properties" in schema else "string"])[0]
-    if kind in ("integer", "number"):
-        low, step = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1), schema.get("multipleOf", 1)
-        return min(-(-low // step) * step, schema.get("maximum", math.inf))
-    if kind == "string":
-        text = _SAMPLE_TEXTS.get(schema.get("format", ""), "text")
-        return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
-    if kind == "array":
-        return [_sample(schema.get("items", {"type": "string"}))] * max(1, schema.get("minItems", 1))
-    required, properties = schema.get("required", ()), schema.get("properties", {})
-    return {"boolean": True, "null": None}.get(kind, {name: _sample(properties.get(name)) for name in required})
+    yield from (schema[key] for key in ("const", "default") if key in schema)
+    yield from (*schema.get("examples", ()), *schema.get("enum", ()))
+    own = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from _likely({**branch, **own})
+    if schema.keys() & {"properties", "required"}:
+        fields, required = schema.get("properties", {}), schema.get("required", ())
+        yield {name: value for name in required for value in _samples(fields.get(name, {}))}
+    for text in (_TEXTS.get(schema.get("format", ""), "text"), *_TEXTS.values(), *_PATTERN_TEXTS.split()):
+        yield text.ljust(min(schema.get("minLength", 0), 1_000), "x")[: schema.get("maxLength")]
+    low: Any = schema.get("minimum", schema.get("exclusiveMinimum", 1))
+    step, high = schema.get("multipleOf", 1), schema.get("maximum", schema.get("exclusiveMaximum", low))
+    yield from ((multiple := -(-low // step) * step), multiple + step, high, (low + high) / 2, True)
+    first = [value for item in schema.get("prefixItems", ()) for value in _samples(item)]
+    yield first + _samples(schema.get("items", {})) * (min(schema.get("minItems", 1), 1_000) - len(first))
+    yield from ([], {}, None)
+
+
+def _samples(schema: JSONSchema) -> list[Any]:
+    """The most telling value that `schema` accepts, if one can be made up."""
+    with contextlib.suppress(Exception):  # StopIteration, or what a schema's odd numbers lead to
+        return [next(value for value in _likely(schema) if _is_valid(value, schema))]
+    return []
+
+
+def _examples(tool: _Tool) -> list[dict[str, Any]]:
+    """The module's own examples in plain JSON types, if JSON can say them."""
+    with contextlib.suppress(Exception):  # they are whatever a module lists
+        plain = from_json(_to_text(tool.descriptor.examples), allow_inf_nan=False)
+        return [each for each in plain if isinstance(each, dict) and isinstance(each.get("inputs"), dict)]
+    return []
+
+
+def _further(tool: _Tool) -> str:
+    """The module's documentation, without the description where it begins with that."""
+    words = r"\s+".join(map(re.escape, tool.descriptor.description.split()))
+    return re.sub(rf"\A\s*{words}((?<=[.!?])\s|\s*\n|\s*\Z)\s*", "", tool.documentation)
+
+
+def _fenced(value: Any) -> str:
+    return f"```json\n{json.dumps(value, indent=2)}\n```"
 
 
 def _fields(schema: JSONSchema) -> str:
     """A schema as a table of its properties and as JSON."""
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
     for name, field in schema.get("properties", {}).items():
-        kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
+        views = field, *_branches(field, ("anyOf", "oneOf", "allOf"))
+        kinds = " or ".join(dict.fromkeys(kind for view in views for kind in _types(view))) or "any"
         needed = "Yes" if name in schema.get("required", ()) else "No"
-        cells = (f"`{name}`", kinds, needed, str(field.get("description", "")), f"`{_to_text(_sample(field))}`")
+        sample = "".join(f"`{_to_text(value)}`" for value in _samples(field))
+        cells = (f"`{name}`", kinds, needed, str(field.get("description", "")), sample)
         rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
-    table = "\n".join(rows) if len(rows) > 2 else "None."
-    return f"{table}\n\n```json\n{json.dumps(schema, indent=2)}\n```"
+    if len(rows) == 2:
+        others = schema.get("additionalProperties", "properties" not in schema)
+        rows = ["None." if others is False else "Any: the schema says what is known of them."]
+    return "\n".join([*rows, "", _fenced(schema)])
+
+
+def _purpose(tool: _Tool) -> str:
+    # Its headings one level below this document's; what looks like one inside of code is a comment.
+    headings = re.compile(r"^```.*?^```|^#{1,6} ", re.MULTILINE | re.DOTALL)
+    further = headings.sub(lambda mark: mark[0] if mark[0][0] == "`" else f"###{mark[0]}"[-7:], _further(tool))
+    return f"{tool.told.description}\n\n{further}".strip()
+
+
+def _usage(tool: _Tool) -> str:
+    inputs = [example["inputs"] for example in _examples(tool) if tool.validator.is_valid(example["inputs"])]
+    calls = [
+        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool.module_id, "arguments": each}}
+        for each in inputs or _samples(tool.input_schema)
+    ]
+    return "\n\n".join(map(_fenced, calls)) or "None can be made up from the schema."
 
 
 def _document(tool: _Tool) -> str:
@@ -844,10 +881,9 @@ def _document(tool: _Tool) -> str:
     codes = ["SCHEMA_VALIDATION_ERROR", "ACL_DENIED", "MODULE_TIMEOUT", "EXECUTION_CANCELLED", "MODULE_EXECUTE_ERROR"]
     codes += ["APPROVAL_DENIED", "APPROVAL_TIMEOUT"] if annotations.requires_approval else []
     told = {**_SENTENCES, "SCHEMA_VALIDATION_ERROR": "Input validation failed: each wrong field, and why"}
-    told |= {"MODULE_TIMEOUT": "Module timed out", "MODULE_EXECUTE_ERROR": "Internal error occurred"}
-    again = "Not idempotent: every call may have an effect of its own."
-    if annotations.readonly or annotations.idempotent:
-        again = f"Idempotent: {'it only reads' if annotations.readonly else 'to call it again changes nothing more'}."
+    told |= {"MODULE_TIMEOUT": "Module timed out", "MODULE_EXECUTE_ERROR": _UNEXPECTED}
+    again = "it only reads" if annotations.readonly else "to call it again changes nothing more"
+    idempotent = annotations.readonly or annotations.idempotent
     notes = {
         "It only reads.": annotations.readonly,
         "It may destroy data that cannot be brought back.": annotations.destructive,
@@ -856,21 +892,16 @@ def _document(tool: _Tool) -> str:
         "It takes sensitive values, which are kept out of messages and logs.": tool.has_sensitive_input,
         "It returns sensitive values, which are replaced by `***REDACTED***`.": bool(tool.sensitive_output),
     }
-    calls = [
-        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool.module_id, "arguments": inputs}}
-        for inputs in [example.inputs for example in descriptor.examples] or [_sample(tool.input_schema)]
-    ]
     files = [f"`{name}` comes beside it, as content of type `{kind}`." for name, kind in tool.media.items()]
     returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
-    told_at_length = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], tool.documentation, flags=re.MULTILINE)
     sections = {
-        "Tool Purpose and Description": f"{tool.told.description}\n\n{told_at_length}".strip(),
+        "Tool Purpose and Description": _purpose(tool),
         "Invocation Name": f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {told[code]}" for code in codes),
-        "Idempotency": again,
-        "Usage Examples (for MCP context)": "\n\n".join(f"```json\n{json.dumps(c, indent=2)}\n```" for c in calls),
+        "Idempotency": f"Idempotent: {again}." if idempotent else "Not idempotent: each call may have its own effect.",
+        "Usage Examples (for MCP context)": _usage(tool),
         "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
     }
     text = "\n\n".join(f"### {n}. {title}\n\n{body}" for n, (title, body) in enumerate(sections.items(), 1))
@@ -1722,7 +1753,7 @@ class _Explorer:
             return self._not_found(request)
         definition = tool.definition(portable=self._options.tool_names == "portable")
         endpoint = None if self._options.transport == "sse" else f"{request.scope.get('root_path', '')}/mcp"
-        beside = {"documentation": tool.documentation, "examples": [vars(e) for e in tool.descriptor.examples]}
+        beside = {"documentation": _further(tool), "examples": _examples(tool)}
         return self._answer({**definition, **beside, "allowExecute": self._options.allow_execute, "endpoint": endpoint})
 
     async def call(self, request: Request) -> Response:

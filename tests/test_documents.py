@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -112,6 +113,110 @@ def test_an_example_is_made_up_from_the_schema_when_the_module_has_none(
     assert '| `text` | string | Yes | A \\| B C | `"textxxxxx"` |' in sections[SECTIONS[2]]
     assert "| `either` | integer or string | Yes |" in sections[SECTIONS[2]]
     assert "| `maybe` | string or null | Yes |" in sections[SECTIONS[2]]
+
+
+def documented(tmp_path: Any, capsys: pytest.CaptureFixture[str], source: str) -> dict[str, str]:
+    """The document of the one module that `source` defines."""
+    (tmp_path / "takes.py").write_text(f"{IMPORTS}\n{textwrap.dedent(source)}")
+    (sections,) = exported(tmp_path, capsys).values()
+    return sections
+
+
+IMPORTS = """
+from datetime import date
+from decimal import Decimal
+from typing import Any
+from apcore import ModuleExample
+from pydantic import BaseModel, ConfigDict, Field
+
+class Empty(BaseModel):
+    pass
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+class Takes:
+    input_schema = output_schema = Empty
+    description = "Takes it."
+
+    def execute(self, inputs, context):
+        return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("documentation", "told"),
+    [
+        pytest.param("Takes it.", "Takes it.", id="nothing-more"),
+        pytest.param("Takes\n  it.\n\nAnd more.", "Takes it.\n\nAnd more.", id="a-paragraph"),
+        pytest.param("Takes it. And more.", "Takes it.\n\nAnd more.", id="a-sentence"),
+        pytest.param("Takes it.all", "Takes it.\n\nTakes it.all", id="another-word"),
+        pytest.param("More", "Takes it.\n\nMore", id="something-else"),
+        pytest.param("# A\n```sh\n# b\n```\n## C", "Takes it.\n\n#### A\n```sh\n# b\n```\n##### C", id="headings"),
+    ],
+)
+def test_the_purpose_is_told_once(
+    documentation: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    sections = documented(tmp_path, capsys, f"Takes.documentation = {documentation!r}")
+    assert sections[SECTIONS[0]].strip() == told
+
+
+@pytest.mark.parametrize(("schema", "told"), [("Empty", "None."), ("Open", "Any: ")])
+def test_an_open_object_is_told_from_an_empty_one(
+    schema: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    sections = documented(tmp_path, capsys, f"Takes.input_schema = Takes.output_schema = {schema}")
+    for section in SECTIONS[2:4]:
+        assert sections[section].strip().startswith(told)
+
+
+# A field, and whether there is an example of it.
+FIELDS = {
+    "Field(pattern='^[A-Z]{3}-[0-9]{4}$')": True,
+    "Field(pattern='^[a-z]+$', min_length=6)": True,
+    "Field(pattern='^the one and only$')": False,
+    "Field(json_schema_extra={'type': 'number', 'exclusiveMinimum': 0, 'exclusiveMaximum': 1})": True,
+    "Field(json_schema_extra={'type': 'integer', 'maximum': -5, 'multipleOf': 5})": True,
+    "Field(json_schema_extra={'type': 'array', 'prefixItems': [{'type': 'null'}], 'minItems': 3})": True,
+    "Field(json_schema_extra={'type': 'string', 'minLength': 10 ** 13})": False,
+    "Field(json_schema_extra={'type': 'array', 'minItems': 10 ** 13})": False,
+    "Field(json_schema_extra={'type': 'number', 'multipleOf': 5e-324, 'minimum': 10 ** 400})": False,
+    "Field(json_schema_extra={'not': {}})": False,
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_example_is_valid_or_there_is_none(field: str, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    kind = "str" if "pattern" in field else "Any"
+    source = f"class Input(BaseModel):\n    field: {kind} = {field}\nTakes.input_schema = Input"
+    sections = documented(tmp_path, capsys, source)
+    if FIELDS[field]:
+        check_examples(sections, "takes")
+    else:
+        assert blocks(sections[SECTIONS[6]]) == []
+    assert ("`" in sections[SECTIONS[2]].splitlines()[4].split("|")[5]) == FIELDS[field]
+
+
+def test_a_modules_own_examples_are_shown_as_json_where_they_are_valid(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    sections = documented(
+        tmp_path,
+        capsys,
+        """
+        class Input(BaseModel):
+            day: date
+        Takes.input_schema = Input
+        Takes.examples = [
+            ModuleExample("now", {"day": date(2026, 2, 3)}, {"price": Decimal("1.5"), "thing": object()}),
+            ModuleExample("never", {"day": 7}),
+            {"inputs": {"day": "2026-02-04"}},
+        ]
+        """,
+    )
+    days = [call["params"]["arguments"] for call in blocks(sections[SECTIONS[6]])]
+    assert days == [{"day": "2026-02-03"}, {"day": "2026-02-04"}]
 
 
 def test_the_printed_schema_is_the_advertised_one(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

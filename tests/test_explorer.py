@@ -9,11 +9,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor, ModuleAnnotations
+from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
 
 from apcore_mcp import async_serve, elicit, serve
@@ -37,9 +38,9 @@ def modules() -> dict[str, Any]:
             echo,
             input_schema=SIZE,
             description="Resize an image",
-            documentation="# Resize",
+            documentation="Resize an image\n\n# Resize",
             annotations=ModuleAnnotations(idempotent=True, requires_approval=True),
-            examples=[],
+            examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"not": "one"}],
         ),
         "t.draw": FunctionalModule(lambda inputs, context: {"picture": "AAAA", "n": 1}, output_schema=drawing),
         "t.fail": fail,
@@ -96,7 +97,8 @@ def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know(explore
     tool = explorer.get(f"/explorer/tools/{name}").json()
     assert tool["name"] == "image.resize"
     assert tool["inputSchema"] == SIZE
-    assert (tool["documentation"], tool["examples"], tool["allowExecute"]) == ("# Resize", [], True)
+    assert (tool["documentation"], tool["allowExecute"]) == ("# Resize", True)
+    assert [(e["title"], e["inputs"]) for e in tool["examples"]] == [("small", {"width": 9, "day": "2026-02-03"})]
 
 
 def test_names_are_spelled_as_clients_are_told_them() -> None:
