@@ -1019,6 +1019,8 @@ class _ToolCatalog:
             descriptor = self._registry.get_definition(module_id)
             # apcore looks a module up first and then what is said of it, which may be of its successor.
             if module is self._registry.get(module_id):
+                if descriptor is None:
+                    raise LookupError("it has no definition")
                 return descriptor
 
     def _follow_files(self, look: dict[str, Any]) -> None:
