@@ -53,7 +53,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -1362,7 +1362,9 @@ class _ExecutionRouter:
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._options = catalog, executor, options
-        self.admit: Callable[[Any], Awaitable[None]] | None = None  # given a request id, waits until the call may run
+        # What a call runs in: it may have to wait until it can be entered.
+        self.place: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        self._stopped = False
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
         self.activity = _Activity()
@@ -1372,25 +1374,27 @@ class _ExecutionRouter:
                 strategy.replace(step.name, _ApprovalGate(step))
 
     def stop(self) -> None:
-        """End what still runs or waits; who asked for it is told so."""
+        """End what still runs or waits; who asked for it is told so. Nothing begins from then on."""
+        self._stopped = True
         _cancel(self.running)
         self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
         with self.activity:
-            if self.admit is not None:
-                await self.admit(ctx.request_id)
-            if params.request_state is not None:
-                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
-            tool = self._catalog.find(params.name)
-            if tool is None:
-                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
-                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
-            call.attach(ctx)
-            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
-            call.task.add_done_callback(lambda _: call.turn.set())
-            return await self._reply(call)
+            async with self.place():
+                if self._stopped:
+                    raise _protocol_error(-32000, "Server is shutting down")
+                if params.request_state is not None:
+                    return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
+                tool = self._catalog.find(params.name)
+                if tool is None:
+                    logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
+                    return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+                call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+                call.attach(ctx)
+                call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
+                call.task.add_done_callback(lambda _: call.turn.set())
+                return await self._reply(call)
 
     def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
         call = self.parked.get(state)
@@ -1919,7 +1923,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 # ---- stdio: pipes, and who owns the standard streams ----
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
-_CALLS_MAX = 250  # calls of one client that run, or whose answers it has not read; more wait for their turn
+_CALLS_MAX = 250  # calls of one client that run; more wait for their turn
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
@@ -1946,95 +1950,104 @@ def _divert(stack: contextlib.ExitStack) -> None:
     if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
     wire = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.close(nothing)
+    with open(os.devnull, "r+b", 0) as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
     with contextlib.suppress(OSError):  # no stderr either
         os.dup2(2, 1)
-    _flush_stdout()
+    _flush_stdout(by_line=True)
     _claimed.append(wire)
 
     @stack.callback
     def restore() -> None:
-        _flush_stdout()
+        _flush_stdout(by_line=os.isatty(wire[1]))
         _claimed.clear()
         for fd, private in enumerate(wire):
             os.dup2(private, fd)
             os.close(private)
 
 
-def _flush_stdout() -> None:
-    """Send what is still buffered, in Python and in C, where fd 1 points now."""
+def _flush_stdout(*, by_line: bool) -> None:
+    """Send what Python and C still hold where fd 1 points now; `by_line`, they will do so after each line.
+
+    A log shows what is printed when it is printed, though buffers are large where neither end is a terminal.
+    """
     import ctypes
 
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it was closed or replaced
         sys.stdout.flush()
-    with contextlib.suppress(OSError, TypeError, AttributeError):
-        ctypes.CDLL(None).fflush(None)
+        cast(Any, sys.stdout).reconfigure(line_buffering=by_line)
+    with contextlib.suppress(TypeError, ValueError):  # Windows has no such library
+        library = ctypes.CDLL(None)
+        stdout = ctypes.c_void_p.in_dll(library, "__stdoutp" if sys.platform == "darwin" else "stdout")
+        library.setvbuf(stdout, None, int(by_line), 0)  # _IOFBF is 0 and _IOLBF 1
+        library.fflush(stdout)
 
 
-def _are_pipes(fds: tuple[int, int]) -> bool:
-    modes = [os.fstat(fd).st_mode for fd in fds]
+Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # what a client says, and what it is told
+
+
+@contextlib.asynccontextmanager
+async def _open_wire(read_fd: int, write_fd: int) -> AsyncIterator[Wire]:
+    """Both directions, driven by the event loop: with pipes and sockets, no thread between a client and its answer.
+
+    A client that reads no more has gone, so its input ends too. When the context ends, it is given a second to read
+    what it has been told; what is left then is dropped.
+    """
+    copying: threading.Thread | None = None
+    if _are_pipes(read_fd, write_fd):
+        source, sink = os.fdopen(os.dup(read_fd), "rb", 0), os.fdopen(os.dup(write_fd), "wb", 0)
+    else:
+        source, sink, copying = _copied(read_fd, write_fd)
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+    incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+    nothing = asyncio.StreamReader()
+    outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(nothing), sink)
+    writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
+    gone = asyncio.create_task(writer.wait_closed())
+    gone.add_done_callback(lambda _: incoming.close())
+    try:
+        yield reader, writer
+    finally:
+        incoming.close()
+        writer.close()
+        giving_up = loop.call_later(1, outgoing.abort)
+        await asyncio.gather(gone, return_exceptions=True)
+        giving_up.cancel()
+        if copying is None:  # leave them as they were found
+            os.set_blocking(read_fd, True)
+            os.set_blocking(write_fd, True)
+        else:
+            copying.join(1)
+
+
+def _are_pipes(read_fd: int, write_fd: int) -> bool:
+    modes = [os.fstat(fd).st_mode for fd in (read_fd, write_fd)]
     pipes = all(stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) for mode in modes)
     # Of one socket for both, asyncio's pipe transports would take the input for the end of the output.
-    return sys.platform != "win32" and pipes and not os.path.sameopenfile(*fds)
+    return sys.platform != "win32" and pipes and not os.path.sameopenfile(read_fd, write_fd)
 
 
-# A reader, a writer, what ends the input as the client can, and what is left to do when everything is written.
-Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Any], Callable[[], Any]]
+def _copied(read_fd: int, write_fd: int) -> tuple[Any, Any, threading.Thread]:
+    """Sockets in the place of what the event loop cannot wait for: a terminal, a file, Windows' pipes.
 
+    Threads copy, and may be left alone; the one returned ends when everything is written.
+    """
 
-async def _open_pipes(read_fd: int, write_fd: int) -> Wire:
-    """Pipes or sockets, driven by the event loop itself; no thread between a client and its answer."""
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
-    source, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(read_fd), "rb", 0)
-    )
-    sink, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(os.dup(write_fd), "wb", 0)
-    )
+    def copy(source: Any, sink: Any) -> None:
+        with contextlib.suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
+            while data := source.read(65536):
+                sink.write(data)
+                sink.flush()
 
-    def leave_as_found() -> None:
-        for fd in (read_fd, write_fd):
-            os.set_blocking(fd, True)
-
-    return reader, asyncio.StreamWriter(sink, protocol, None, loop), source.close, leave_as_found
-
-
-async def _open_anything(read_fd: int, write_fd: int) -> Wire:
-    """A terminal, a file, Windows' pipes: what the event loop cannot wait for, by threads that may be left alone."""
-    ours, theirs = socket.socketpair()
-    source, sink = os.dup(read_fd), os.dup(write_fd)  # the threads' own: a closed one could be reused
-
-    def copy_in() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(source, 65536):
-                theirs.sendall(data)
-            theirs.shutdown(socket.SHUT_WR)
-        os.close(source)
-
-    def copy_out() -> None:
-        with contextlib.suppress(OSError), os.fdopen(sink, "wb", 0) as file, theirs:
-            while data := theirs.recv(65536):
-                while data:
-                    data = data[file.write(data) :]
-
-    reader, writer = await asyncio.open_connection(sock=ours, limit=_MESSAGE_MAX_BYTES)
-    threads = [threading.Thread(target=copy, daemon=True) for copy in (copy_in, copy_out)]
+    (incoming, filled), (outgoing, drained) = socket.socketpair(), socket.socketpair()
+    with filled, drained:  # open until these files are closed
+        inwards = os.fdopen(os.dup(read_fd), "rb", 0), filled.makefile("wb")
+        outwards = drained.makefile("rb", 0), os.fdopen(os.dup(write_fd), "wb")
+    threads = [threading.Thread(target=copy, args=files, daemon=True) for files in (inwards, outwards)]
     for thread in threads:
         thread.start()
-    return reader, writer, reader.feed_eof, functools.partial(threads[1].join, 1)
-
-
-def _take(counter: Counter[str], key: str) -> bool:
-    """Whether there was one, and there is one less now."""
-    if key not in counter:
-        return False
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
-    return True
+    return incoming, outgoing, threads[1]
 
 
 class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
@@ -2046,11 +2059,11 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     """
 
     def __init__(self, wire: Wire, bridge: _Bridge) -> None:
-        self._reader, self._writer, self._end_input, self._finish = wire
-        self._bridge = bridge
-        self._unanswered, self._admitted = Counter[str](), Counter[str]()
+        self._reader, self._writer = wire
+        self._bridge, self._messages = bridge, self._receive()
+        self._questions = set[int | str]()  # the ids of what this server asks its client
         self._sending, self._places = asyncio.Lock(), asyncio.Semaphore(_CALLS_MAX)
-        bridge.router.admit = self._admit
+        bridge.router.place = self._place
         self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
@@ -2059,13 +2072,14 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def __aiter__(self) -> _StdioConnection:
-        return self
+    def __aiter__(self) -> AsyncIterator[SessionMessage]:
+        return self._messages
 
-    async def __anext__(self) -> SessionMessage:
-        from mcp.shared.message import SessionMessage
-        from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
+    async def _receive(self) -> AsyncIterator[SessionMessage]:
+        from mcp.shared.message import ServerMessageMetadata, SessionMessage
+        from mcp_types import ErrorData, JSONRPCError, JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
+        settling = ServerMessageMetadata(on_request_unanswered=self._settle)
         while line := await self._read_line():
             try:
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
@@ -2073,73 +2087,76 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 await self._refuse(line)
                 continue
             if isinstance(message, JSONRPCRequest):
-                self._unanswered[str(message.id)] += 1
-                self._bridge.activity.__enter__()
+                self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
+                yield SessionMessage(message, settling)
             elif isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
                 await self._refuse(line)  # it is no id, or this would be a request
-                continue
-            elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
-                self._settle((message.params or {}).get("requestId"))  # a cancelled request is not answered
-            return SessionMessage(message)
+            else:
+                self._questions.discard(getattr(message, "id", ""))
+                yield SessionMessage(message)
+        while self._questions:  # nobody is left to answer
+            gone = ErrorData(code=-32000, message="Connection closed")
+            yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=self._questions.pop(), error=gone))
         await self._bridge.finish()
-        raise StopAsyncIteration
 
     async def _read_line(self) -> bytes:
-        """The next line with its newline, or b"" at the end; one that is too long is read to its end and dropped.
+        """The next line with its newline, or b"" at the end; of one that is too long, a rest that is no JSON.
 
         Not while the client leaves unread what it has asked for.
         """
-        dropped = 0
+        begun = b""
         await self._drain()
         while True:
             try:
-                line = await self._reader.readuntil(b"\n")
-            except asyncio.LimitOverrunError as overrun:
-                dropped += len(await self._reader.readexactly(overrun.consumed))
-                continue
+                return begun + await self._reader.readuntil(b"\n")
             except asyncio.IncompleteReadError as end:
-                line = end.partial
-            if not dropped:
-                return line
-            await self._refuse(b"", f"Parse error: line is longer than {_MESSAGE_MAX_BYTES} bytes")
-            dropped = 0
+                return begun + end.partial
+            except asyncio.LimitOverrunError as overrun:
+                await self._reader.readexactly(overrun.consumed)
+                begun = b"... "
 
     async def send(self, item: SessionMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCResponse
+        from anyio import BrokenResourceError
+        from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 
         message = item.message
-        async with self._sending:  # one at a time, or all would be written out in memory while nobody reads
-            await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
-        if isinstance(message, JSONRPCResponse | JSONRPCError):
-            self._settle(message.id)
+        if isinstance(message, JSONRPCRequest):
+            if self._reader.at_eof():
+                raise BrokenResourceError  # there will be no answer
+            self._questions.add(message.id)
+        try:
+            async with self._sending:  # one at a time, or all would be written out in memory while nobody reads
+                await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
+        finally:
+            if isinstance(message, JSONRPCResponse | JSONRPCError):
+                await self._settle()
+
+    async def _settle(self) -> None:
+        self._bridge.activity.__exit__()
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """A place among the calls that run; once what was answered before is written, so that no more piles up."""
+        async with self._places:
+            async with self._sending:
+                pass
+            yield
 
     async def _write(self, line: str) -> None:
         self._writer.write(line.encode() + b"\n")
         await self._drain()
 
     async def _drain(self) -> None:
-        """Wait until the client has read most of what was written."""
-        try:
+        """Wait until the client has read most of what was written, or has gone."""
+        with contextlib.suppress(OSError):
             await self._writer.drain()
-        except OSError:  # the client reads no more: for us, it has gone
-            self._end_input()
 
-    async def _admit(self, request_id: object) -> None:
-        """Wait for a place among the calls that run. Each keeps its own until its answer is written."""
-        await self._places.acquire()
-        self._admitted[str(request_id)] += 1
-
-    def _settle(self, request_id: object) -> None:
-        if _take(self._unanswered, str(request_id)):
-            self._bridge.activity.__exit__()
-        if _take(self._admitted, str(request_id)):
-            self._places.release()
-
-    async def _refuse(self, line: bytes, reason: str = "Parse error: line is not JSON") -> None:
+    async def _refuse(self, line: bytes) -> None:
         """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
         if line.isspace():
             return
         code, request_id = -32700, None
+        reason = f"Parse error: line is not JSON, or longer than {_MESSAGE_MAX_BYTES} bytes"
         with contextlib.suppress(ValueError, RecursionError):
             decoded = json.loads(line)
             code, reason = -32600, "Invalid request: not a single JSON-RPC message"
@@ -2147,32 +2164,20 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 request_id = decoded["id"]
         await self._write(json.dumps({"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}))
 
-    async def close(self) -> None:
-        """Write out what is buffered, for a second at most."""
-        self._writer.transport.set_write_buffer_limits(0)
-        with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.drain(), 1)
-        self._end_input()
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-        self._finish()
-
 
 @contextlib.asynccontextmanager
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
     with _standard_streams() as fds:
-        open_wire = _open_pipes if _are_pipes(fds) else _open_anything
-        connection = _StdioConnection(await open_wire(*fds), bridge)
-        run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
-        running: asyncio.Task[None] = asyncio.create_task(run)
-        try:
-            yield running
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
-            await connection.close()
+        async with _open_wire(*fds) as wire:
+            connection = _StdioConnection(wire, bridge)
+            run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
+            running: asyncio.Task[None] = asyncio.create_task(run)
+            try:
+                yield running
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
 
 
 _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _serve_http}

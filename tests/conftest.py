@@ -23,6 +23,7 @@ from mcp.client.stdio import stdio_client
 
 from apcore_mcp import MCPServer
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # what is printed before `serve()` is kept off the wire while in a buffer
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSIONS = ROOT / "examples" / "extensions"
 HANDSHAKE, MODERN = "legacy", "2026-07-28"
@@ -134,9 +135,8 @@ class RawClient:
     """A JSON-RPC client that writes lines to a subprocess and reads lines from it, and knows nothing of MCP."""
 
     def __init__(self, arguments: list[str], **popen: Any) -> None:
-        self.process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **{"cwd": ROOT, **popen}
-        )
+        own: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(arguments, **{**own, "cwd": ROOT, **popen})
         self._next_id = 0
 
     def send_line(self, line: bytes) -> None:

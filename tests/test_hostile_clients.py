@@ -42,7 +42,7 @@ class Module:
         self.execute = execute
 
 ran = []
-waiting = 0
+began = waiting = 0
 
 async def echo(inputs, context):
     ran.append(1)
@@ -52,7 +52,8 @@ async def big(inputs, context):
     return {"text": "x" * inputs["size"]}
 
 async def wait(inputs, context):
-    global waiting
+    global began, waiting
+    began += 1
     waiting += 1
     try:
         await asyncio.Event().wait()
@@ -60,7 +61,7 @@ async def wait(inputs, context):
         waiting -= 1
 
 async def census(inputs, context):
-    return {"ran": len(ran), "waiting": waiting, "tasks": len(asyncio.all_tasks())}
+    return {"ran": len(ran), "began": began, "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
 async def kept(inputs, context):
     if inputs["counting"] != tracemalloc.is_tracing():
@@ -74,6 +75,7 @@ options = {}
 if sys.argv[1:]:
     options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": MetricsCollector()}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
+print(began, "began", file=sys.stderr)
 """
 
 
@@ -456,12 +458,11 @@ def test_half_a_line_waits_for_its_other_half_and_breaks_nothing(program: list[s
 def test_a_client_that_stops_reading_is_made_to_wait_and_then_gets_everything(program: list[str]) -> None:
     """100 answers of 1 MiB are asked for at once; the server keeps 16 MiB of them, and what is being made."""
     with RawClient(program) as client:
-        assert client.process.stdin is not None
         client.send_line(line(call("warm-up", "t.big", size=MIB)).strip())
         client.receive()
         before = rss_mib(client.process.pid)
         sent = b"".join(line(call(n, "t.big", size=MIB)) for n in range(100))
-        writer = threading.Thread(target=client.process.stdin.write, args=(sent,), daemon=True)
+        writer = threading.Thread(target=client.send_line, args=(sent.strip(),), daemon=True)
         writer.start()
         highest, steady = before, 0
         limit = time.monotonic() + 10
@@ -477,7 +478,25 @@ def test_a_client_that_stops_reading_is_made_to_wait_and_then_gets_everything(pr
         assert highest - before < 150
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(30)
+def test_calls_that_are_cancelled_before_they_begin_leave_their_places(program: list[str], mode: str) -> None:
+    """More of them, each in one write with its cancellation, than may run at once."""
+    sent = []
+    for n in range(300):
+        sent += [spoken(mode, n, "tools/call", {"name": "t.wait", "arguments": {}})]
+        sent += [{"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": n}}]
+    sent += [spoken(mode, "last", "tools/call", {"name": "t.echo", "arguments": {}})]
+    with RawClient(program) as client:
+        if mode == HANDSHAKE:
+            client.initialize()
+        client.send_line(b"".join(map(line, sent)).strip())
+        assert client.receive()["id"] == "last"
+        began = time.monotonic()
+        assert client.end()[0] == 0
+        assert time.monotonic() - began < 4, "it waited for what had been cancelled"
+
+
+@pytest.mark.timeout(30)
 def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving(program: list[str]) -> None:
     with RawClient(program) as client:
         calls = [call(n, "t.wait") for n in range(400)]
@@ -489,7 +508,9 @@ def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving
         client.send_line(line(call("census", "t.census")).strip())
         while (answered := client.receive())["id"] != "census":
             assert "error" in answered
-        assert answered["result"]["structuredContent"]["waiting"] == 0
+        told = answered["result"]["structuredContent"]
+        assert told["waiting"] == 0
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
-        client.process.communicate(timeout=20)
+        _, stderr = client.process.communicate(timeout=20)
         assert client.process.returncode == 0
+        assert f"{told['began'] + 250} began" in stderr.decode(), "others began when the grace period was over"

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ BENCH = """
 import asyncio, ctypes, os, subprocess, sys, time
 from pathlib import Path
 from apcore import Registry
-from apcore_mcp import MCPServer, serve
+from apcore_mcp import MCPServer, elicit, serve
 
 class Module:
     input_schema = output_schema = {"type": "object"}
@@ -58,6 +59,11 @@ def noisy(inputs, context):
     child = subprocess.run(["cat"], capture_output=True)
     return {"stdin": os.read(0, 100).decode(), "child_stdin": child.stdout.decode()}
 
+def mumble(inputs, context):
+    print("mumble-print")
+    ctypes.CDLL(None).puts(b"mumble-puts")
+    return {}
+
 async def gate(inputs, context):
     tell("running")
     try:
@@ -79,6 +85,13 @@ def stuck(inputs, context):
     tell("running")
     time.sleep(60)
 
+async def ask(inputs, context):
+    return {"answers": [await elicit(context, "Sure?"), await elicit(context, "Really?")]}
+
+async def big(inputs, context):
+    tell("running")
+    return {"text": "x" * 20_000_000}
+
 async def deaf(inputs, context):
     tell("running")
     while True:
@@ -88,7 +101,7 @@ async def deaf(inputs, context):
             pass
 
 registry = Registry()
-for function in (echo, slow, noisy, gate, poll, stuck, deaf):
+for function in (echo, slow, noisy, mumble, gate, poll, stuck, ask, big, deaf):
     registry.register("t." + function.__name__, Module(function))
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
@@ -111,12 +124,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("bench") / "bench.py"
     path.write_text(BENCH)
     return [sys.executable, str(path)]
-
-
-@pytest.fixture(autouse=True)
-def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a script prints before `serve()` can be kept off the wire only while it is still in a buffer."""
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
 
 def request(request_id: int | str, method: str, **params: Any) -> dict[str, Any]:
@@ -227,6 +234,13 @@ def test_nothing_a_module_prints_reaches_the_client_nor_what_the_client_sends_a_
     assert structured(answers) == {1: {"stdin": "", "child_stdin": ""}, 2: {"n": 2}}
     noises = "before before-puts print dunder os child puts printf".split()
     assert [noise for noise in noises if f"noise-{noise}\n" not in stderr] == []
+
+
+def test_what_a_module_prints_is_told_line_by_line_and_not_when_a_buffer_is_full(bench: list[str]) -> None:
+    with RawClient(bench) as client:
+        client.send_line(line(call(1, "t.mumble")).strip())
+        wait_for_stderr(client, "mumble-print")
+        wait_for_stderr(client, "mumble-puts")
 
 
 def test_nothing_a_module_prints_while_it_is_discovered_reaches_the_client(tmp_path: Path) -> None:
@@ -362,25 +376,86 @@ def test_a_cancelled_call_ends_its_coroutine_or_sets_its_token(bench: list[str],
         assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
 
 
+@pytest.mark.parametrize("sockets", [False, True], ids=["pipes", "one socket for both"])
+def test_a_client_that_reads_nothing_holds_up_the_exit_for_the_grace_period_at_most(
+    bench: list[str], sockets: bool
+) -> None:
+    """An answer of 20 MB, of which not a byte has been read when the server is to end; what is left is dropped."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(2):
+            if sockets:
+                ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+                client = stack.enter_context(RawClient(bench, stdin=theirs, stdout=theirs))
+                client.process.stdin = ours.makefile("wb")
+            else:
+                client = stack.enter_context(RawClient(bench))
+            run(client, "t.big")
+            clients.append(client)
+        clients[0].process.send_signal(signal.SIGTERM)
+        if sockets:
+            ours.shutdown(socket.SHUT_WR)
+        else:
+            hang_up(clients[1])
+        for client in clients:
+            ended_well(client)
+
+
+def test_a_question_that_nobody_is_left_to_answer_has_no_answer_at_once(bench: list[str]) -> None:
+    """The first is open when the input ends, the second is asked after that."""
+    with RawClient(bench) as client:
+        client.initialize(elicitation={})
+        client.send("tools/call", {"name": "t.ask", "arguments": {}})
+        assert client.receive()["method"] == "elicitation/create"
+        began = time.monotonic()
+        stdout, stderr = client.process.communicate(timeout=20)
+        assert time.monotonic() - began < 4, "it waited for an answer"
+        assert structured(messages(stdout)) == {2: {"answers": [None, None]}}
+        assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+
+
 def test_a_client_that_vanishes_ends_the_server(bench: list[str], tmp_path: Path) -> None:
     """Both pipes at once, with or without a call running, or only the end that reads."""
     gate = tmp_path / "gate"
     with contextlib.ExitStack() as stack:
-        idle, deaf, busy = (stack.enter_context(RawClient(bench)) for _ in range(3))
+        idle, silent, deaf, busy = clients = [stack.enter_context(RawClient(bench)) for _ in range(4)]
         run(busy, "t.gate", gate=str(gate))
-        for client in (idle, deaf):
+        for client in (idle, silent, deaf):
             client.send_line(line(call(1, "t.echo")).strip())
             assert client.receive()["id"] == 1
-        for client in (idle, deaf, busy):
+        for client in clients:
             assert client.process.stdout is not None
             client.process.stdout.close()
             client.process.stdout = None
-        deaf.send_line(line(call(2, "t.echo")).strip())
+        with contextlib.suppress(BrokenPipeError):  # it may have seen that it is not read any more
+            deaf.send_line(line(call(2, "t.echo")).strip())
         for client in (idle, busy):
             hang_up(client)
         gate.touch()
-        for client in (idle, deaf, busy):
+        for client in clients:
             ended_well(client)
+
+
+PARENT = """
+import subprocess, sys, time
+process = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+process.stdin.write(sys.argv[1].encode())
+process.stdin.flush()
+process.stdout.read(1)  # it is writing an answer, which does not fit into the pipe
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_server_ends_with_its_client_though_that_is_killed_while_it_writes(bench: list[str]) -> None:
+    arguments = [sys.executable, "-c", PARENT, line(call(1, "t.big")).decode(), *bench]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        assert int(parent.stdout.readline())
+        parent.kill()
+        stderr = parent.stderr.read()  # at its end when the server, which has it too, has ended
+        assert b"Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -443,6 +518,19 @@ def test_a_terminal_is_served_and_an_interrupt_ends_it() -> None:
         os.close(theirs)
     assert structured(messages(received)) == {1: {"slug": "an-example"}}
     assert (process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+def test_a_terminal_that_goes_away_ends_the_server() -> None:
+    tty = pytest.importorskip("tty")
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "start_new_session": True}  # so nobody is told
+    with RawClient(command(), **streams) as client:
+        os.close(theirs)
+        os.write(ours, line(call(1, "text.slugify", text="An  Example")))
+        assert os.read(ours, 1)
+        os.close(ours)
+        ended_well(client)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"], ids=["stdin", "stdout", "both"])
