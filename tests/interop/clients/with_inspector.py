@@ -27,7 +27,8 @@ async def connect(target: Any) -> Any:
         return [tool["name"] for tool in (await ask("--method", "tools/list"))["tools"]]
 
     async def call(name: str, arguments: dict[str, Any]) -> tuple[str, Any, bool]:
-        pairs = [part for key, value in arguments.items() for part in ("--tool-arg", f"{key}={value}")]
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        pairs = [part for key, text in texts.items() for part in ("--tool-arg", f"{key}={text}")]
         result = await ask("--method", "tools/call", "--tool-name", name, *pairs)
         result = result.get("result", result)
         return result["content"][0]["text"], result.get("structuredContent"), result.get("isError", False)
