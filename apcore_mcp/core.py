@@ -2318,7 +2318,7 @@ _WITHOUT_EFFECT = frozenset(
     " async_max_tasks".split()
 )
 _ONLY_OFF = frozenset("approval_handler authenticator strategy trace observability output_format".split())
-_INSTEAD = {"approval_handler": "another name of approval", "authenticator": "authentication goes into middleware="}
+_INSTEAD = {"approval_handler": "it is approval, given twice", "authenticator": "authentication goes into middleware="}
 
 
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
