@@ -150,7 +150,6 @@ _RULES = {
     for vocabulary in (SPECIFICATIONS.contents(urljoin(_DIALECT, name)) for name in _VOCABULARIES)
     for keyword, rule in cast(JSONSchema, vocabulary)["properties"].items()
 }
-_RULES["enum"] = Draft202012Validator({"type": "array", "minItems": 1})  # `[]` is legal, but not to AJV
 
 
 @functools.lru_cache(maxsize=1_000, typed=True)
@@ -245,6 +244,8 @@ class _SchemaConverter:
         kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
         result = _map_subschemas(kept, self._visit)
         self._level -= 1
+        if result.get("enum") == []:  # legal, but not to AJV
+            return {"not": {}}
         if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
             result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
@@ -517,16 +518,14 @@ def _media(views: list[JSONSchema], redacts: bool) -> dict[str, str]:
     return found
 
 
-# What an output schema does not say of a result: Python's everyday patterns break in JavaScript, other keywords count
-# what is said less strictly, stop AJV, or mean something else to it.
+# What an output schema does not say of a result: Python's everyday patterns break in JavaScript; a format is checked by
+# TypeScript clients alone, and not as Python means it (times without a zone, addresses in Unicode); 1.13 is no multiple
+# of 0.01 where floats are not allowed for; other keywords count what is said less strictly, or stop AJV.
 _UNPROMISED = frozenset(
-    "pattern patternProperties contains minContains maxContains unevaluatedItems unevaluatedProperties dependencies"
-    " discriminator nullable $async $schema".split()
+    "pattern patternProperties format multipleOf contains minContains maxContains unevaluatedItems"
+    " unevaluatedProperties dependencies discriminator nullable $async $schema".split()
 )
 _UNPROMISED_OF_CHANGED = frozenset("const enum uniqueItems minProperties dependentRequired".split())
-# RFC 3339 demands a zone of times, and ISO durations no fractions; Python's values do not always comply and the
-# TypeScript clients check.
-_UNPROMISED_FORMATS = frozenset(("date-time", "time", "duration"))
 
 
 def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] = ()) -> JSONSchema:
@@ -545,14 +544,14 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
     result = {key: value for key, value in _map_subschemas(schema, inside).items() if key not in unsaid}
     if "patternProperties" in schema:
         result.pop("additionalProperties", None)
+    if "prefixItems" in schema:  # draft 7, by which many clients read, knows only `items`: of the first ones, too
+        result.pop("items", None)
     # What holds more often inside of these may make them hold less often.
     if result.get("oneOf") != schema.get("oneOf"):
         result.setdefault("anyOf", result.pop("oneOf"))
     for group in (("not",), ("if", "then", "else")):
         if result.get(group[0]) != schema.get(group[0]):
             result = {key: value for key, value in result.items() if key not in group}
-    if result.get("format") in _UNPROMISED_FORMATS:
-        del result["format"]
     if gone and "properties" in result:
         result["properties"] = {name: field for name, field in result["properties"].items() if name not in gone}
     if gone and "required" in result:
