@@ -10,7 +10,8 @@ import asyncio
 import socket
 
 import httpx2
-from apcore import ACL, ACLRule, Executor, Registry, module
+from apcore import ACL, ACLRule, Executor, Registry
+from apcore.decorator import module
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser

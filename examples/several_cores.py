@@ -10,7 +10,8 @@ Clients find the tool at http://127.0.0.1:8000/mcp. Under a name of your own add
 import contextlib
 from collections.abc import AsyncIterator
 
-from apcore import Registry, module
+from apcore import Registry
+from apcore.decorator import module
 from starlette.applications import Starlette
 
 from apcore_mcp import async_serve

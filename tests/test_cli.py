@@ -246,7 +246,7 @@ def test_without_options_the_server_has_the_packages_name_and_version_and_logs_n
         client.request("tools/call", {"name": "units.convert", "arguments": {"value": 1, "source": "m", "target": "m"}})
         status, stderr = client.end()
     assert status == 0
-    assert b"apcore-mcp server started: 14 tools registered, transport=stdio" in stderr
+    assert b"apcore-mcp server started: 16 tools registered, transport=stdio" in stderr
     assert b"Tool call" not in stderr
 
 
@@ -510,9 +510,9 @@ async def test_a_signal_ends_an_http_server_with_status_0_while_a_client_is_conn
                     lines.append((await server.stderr.read()).decode())
                     status = await server.wait()
             log = "".join(lines)
-            assert (len(tools), status) == (14, 0), log
+            assert (len(tools), status) == (16, 0), log
             assert "Traceback" not in log
-            assert f"apcore-mcp server started: 14 tools registered, transport={transport}" in log
+            assert f"apcore-mcp server started: 16 tools registered, transport={transport}" in log
             deprecated = "SSE transport is deprecated; use streamable-http instead" in log
             assert deprecated == (transport == "sse")
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import base64
+import importlib
+import json
 import os
 import re
 import signal
@@ -15,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from apcore import BindingLoader, Executor, Registry
-from conftest import EXTENSIONS, ROOT, free_port, until
+from conftest import EXTENSIONS, ROOT, command, free_port, stdio, until
+from mcp.client import Client
 from pydantic_core import to_jsonable_python
 from test_eras import answer, modern
 
@@ -39,6 +42,10 @@ async def test_every_example_module_does_what_its_own_examples_say(monkeypatch: 
     for path in EXTENSIONS.rglob("*.binding.yaml"):
         monkeypatch.syspath_prepend(str(path.parent))
         BindingLoader().load_bindings(str(path), registry)
+    monkeypatch.syspath_prepend(str(EXTENSIONS / "colour"))
+    contrast = importlib.import_module("contrast")
+    for function in (contrast.ratio, contrast.text_on):
+        registry.register(function.apcore_module.module_id, function.apcore_module)
     executor, ran = Executor(registry), 0
     for module_id in registry.list():
         descriptor = registry.get_definition(module_id)
@@ -49,8 +56,8 @@ async def test_every_example_module_does_what_its_own_examples_say(monkeypatch: 
                 assert base64.b64decode(output.pop(picture)).startswith(b"\x89PNG")
             assert output == example.output
             ran += 1
-    assert ran >= 9
-    assert len(registry.list()) == int(re.search(r"(\d+) tools registered", (ROOT / "README.md").read_text())[1])  # type: ignore[index]
+    assert ran >= 12
+    assert len(registry.list()) == int(re.search(r"(\d+) tools registered", README)[1])  # type: ignore[index]
 
 
 def test_the_quickstart_lists_the_tools_and_calls_two(tmp_path: Path) -> None:
@@ -86,8 +93,8 @@ def test_several_processes_serve_one_port_and_none_is_missed_when_it_is_killed(t
     port, log = free_port(), tmp_path / "log"
     uvicorn = [sys.executable, "-m", "uvicorn", "--app-dir", str(ROOT / "examples"), "--workers", "2"]
     with log.open("wb") as told:
-        command = [*uvicorn, "--port", str(port), "several_cores:app"]
-        server = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=told, stderr=told)
+        arguments = [*uvicorn, "--port", str(port), "several_cores:app"]
+        server = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=told, stderr=told)
 
     def workers(count: int) -> list[int]:
         """The processes that accept requests, once there have been `count`."""
@@ -123,18 +130,59 @@ def test_who_has_the_role_is_let_in_and_nobody_else(tmp_path: Path) -> None:
     assert (bob, nobody) == ("token-of-bob: Access denied", "token-of-nobody: Access denied")
 
 
+# ---- README.md ----
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.+?)```", README, flags=re.DOTALL)
+
+
 def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
     import apcore
 
     import apcore_mcp
 
-    blocks = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) >= 5
-    for block in blocks:
+    for block in blocks("python"):
         compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         for package, names in re.findall(r"^from (apcore|apcore_mcp) import (.+)$", block, flags=re.MULTILINE):
             module: Any = apcore if package == "apcore" else apcore_mcp
             assert all(hasattr(module, name) for name in names.split(", ")), names
-    used = " ".join(re.findall(r"^from apcore_mcp import (.+)$", "\n".join(blocks), flags=re.MULTILINE))
+    used = " ".join(re.findall(r"^from apcore_mcp import (.+)$", README, flags=re.MULTILINE))
     functions = {name for name in apcore_mcp.__all__ if name.islower() and not name.startswith("_")}
     assert functions - {"from_openai_name"} <= set(used.replace(",", "").split())
+
+
+async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_there(tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(blocks("python")[0])
+    async with Client(stdio([*command()[:3], "--extensions-dir", str(tmp_path)])) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool(tool.name, {"text": "good morning"})
+    assert (tool.name, tool.description) == ("text.shout", "Write a text in capitals.")
+    assert json.dumps(result.structured_content) in README
+
+
+def test_what_the_readme_shows_of_the_examples_stands_in_them() -> None:
+    shown = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    tokens = next(block for block in blocks("python") if "class BearerTokens" in block)
+    cores = next(block for block in blocks("python") if "stateless=True" in block)
+    for block, name in ((tokens, "bearer_token.py"), (cores, "several_cores.py")):
+        typed = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", shown[name], flags=re.MULTILINE)
+        missing = [line for line in block.splitlines() if line not in typed.splitlines()]
+        assert [line for line in missing if not line.startswith("serve(")] == []
+
+
+def test_the_flags_of_the_readme_are_those_of_the_command_line() -> None:
+    environment = {**os.environ, "COLUMNS": "300"}
+    told = subprocess.run(command("--help"), capture_output=True, text=True, env=environment, check=True).stdout
+    usage, _, details = told.partition("\noptions:")
+    entries = re.split(r"\n  (?=--)", details)[1:]
+    defaults = {entry.split()[0].strip(","): entry.rpartition("(default: ")[2].rstrip(")\n") for entry in entries}
+    rows = [[cell.strip() for cell in row.split("|")] for row in README.splitlines() if row.startswith("| `--")]
+    shown = [flag for _, cell, *_ in rows for flag in re.findall(r"`(--[a-z-]+)", cell)]
+    assert sorted(shown) == sorted(set(re.findall(r"--[a-z-]+", usage)))
+    for _, cell, default, *_ in rows:
+        assert all(choices in usage for choices in re.findall(r"{.+?}", cell))
+        flags, values = re.findall(r"`(--[a-z-]+)", cell), re.findall(r"`(.+?)`", default)
+        assert [defaults[flag] for flag, _ in zip(flags, values, strict=False)] == values
