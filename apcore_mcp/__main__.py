@@ -68,19 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal := _refusal(arguments):
         return _fail(refusal, 1)
     options = vars(arguments)
-    directory, export = options.pop("extensions_dir"), options.pop("export")
+    directory, export = os.path.abspath(options.pop("extensions_dir")), options.pop("export")
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("apcore_mcp").setLevel(options["log_level"])
     # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
-    owned = export or options["transport"] == "stdio"
-    owns_stdout = _standard_streams(for_good=not export) if owned else contextlib.nullcontext()
+    owns_stdout = export or options["transport"] == "stdio"
     try:
-        with owns_stdout:
+        with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
             registry = Registry() if export == "client" else _discover(directory)
             if not export:
                 serve(registry, **options)
                 return 0
-            again = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
+            again = ["--extensions-dir", directory, *own.parse_known_args(argv)[1]]
             exported = _export(_Options(registry, **options), export, again)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is

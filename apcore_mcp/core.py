@@ -77,7 +77,13 @@ from apcore.errors import (
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
-from apcore.registry import DiscoveredModule, load_metadata, scan_extensions, validate_module
+from apcore.registry import (
+    DEFAULT_MODULE_VERSION,
+    DiscoveredModule,
+    load_metadata,
+    scan_extensions,
+    validate_module,
+)
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -921,7 +927,7 @@ def _left_out(what: object) -> Iterator[None]:
         raise
     except BaseException as error:
         told = f"definition {error} is missing" if type(error) is KeyError else _text_of(error)
-        logger.warning("%s is left out: %s", what, told if isinstance(error, Exception) else repr(error))
+        logger.warning("%s is left out: %s: %s", what, type(error).__name__, told)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -945,7 +951,6 @@ class _ToolCatalog:
         self._registry, self._options, self._lock = options.registry, options, threading.Lock()
         self._table = _Table({}, {}, {})
         self._changed = deque(self._registry.list())
-        self._on_change: Callable[[], None] = lambda: None
         self._closed = threading.Event()
 
     def follow(self, on_change: Callable[[], None]) -> None:
@@ -1058,7 +1063,7 @@ def _reload(registry: Registry, path: str) -> str:
     with _left_out(path):
         loaded = loaded or registry.discover(path_filter=glob.escape(path)) > 0
     if module is not None and not loaded:  # what cannot be loaded changes nothing
-        registry.register(module_id, module, told["version"], told)
+        registry.register(module_id, module, str(told["version"]), told)
     return module_id
 
 
@@ -2233,16 +2238,19 @@ class _Options:
             raise TypeError(f"Expected Registry or Executor instance, got {kind}")
         for field in dataclasses.fields(self):
             self._check(field, getattr(self, field.name))
-        if len(self.name) > 255:
-            raise ValueError("name must not exceed 255 characters")
-        if not all(self.tags or ()):
-            raise ValueError("Tag values must not be empty")
-        if self.transport != "stdio":
-            if not self.host:
-                raise ValueError("Host must not be empty")
-            if not 1 <= self.port <= 65535:
-                raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
-        object.__setattr__(self, "explorer_prefix", _explorer_prefix(self.explorer_prefix))
+        prefix, listens = self.explorer_prefix.rstrip("/"), self.transport != "stdio"
+        plain = "start with '/' and be a plain path such as '/explorer'"
+        refusals = {
+            "name must not exceed 255 characters": len(self.name) > 255,
+            "Tag values must not be empty": not all(self.tags or ()),
+            "Host must not be empty": listens and not self.host,
+            f"Port must be between 1 and 65535, got {self.port}": listens and not 1 <= self.port <= 65535,
+            f"explorer_prefix must {plain}, got {prefix!r}": not re.fullmatch(r"(/[\w.~-]+)+", prefix),
+            f"explorer_prefix must not be one of {', '.join(_OWN_PATHS)}": prefix in _OWN_PATHS,
+        }
+        if refusal := next((refusal for refusal, holds in refusals.items() if holds), None):
+            raise ValueError(refusal)
+        object.__setattr__(self, "explorer_prefix", prefix)
         if isinstance(self.metrics_collector, bool):
             object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
         if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
@@ -2260,12 +2268,12 @@ class _Options:
             _validators()[field.name].validate_python(value)
         except ValidationError:
             raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
-        if isinstance(value, str) and "choices" in field.metadata:
-            by_lower = {choice.lower(): choice for choice in field.metadata["choices"]}
-            if value.lower() not in by_lower:
-                label, choices = field.name.replace("log_level", "log level"), ", ".join(by_lower.values())
-                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {choices}")
-            object.__setattr__(self, field.name, by_lower[value.lower()])
+        if isinstance(value, str) and (choices := field.metadata.get("choices")):
+            chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
+            if chosen is None:
+                label = field.name.replace("log_level", "log level")
+                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
+            object.__setattr__(self, field.name, chosen)
         elif value == "" and field.name != "host":  # stdio has none
             raise ValueError(f"{field.name} must not be empty")
 
@@ -2291,13 +2299,10 @@ class _Options:
         return executor
 
     @property
-    def endpoint(self) -> str:
-        """Where clients connect (HTTP transports)."""
-        return f"{self.url}{'/sse' if self.transport == 'sse' else '/mcp'}"
-
-    @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        """Where clients connect (HTTP transports)."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
 
     def hosts(self) -> list[str]:
         """Host headers to accept, `*` for any characters."""
@@ -2349,16 +2354,6 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, str_min_length=0)
     kinds = get_type_hints(_Options)
     return {field.name: TypeAdapter(kinds[field.name], config=config) for field in dataclasses.fields(_Options)}
-
-
-def _explorer_prefix(prefix: str) -> str:
-    """The path without a slash behind it (SRS FR-EXPLORER-006)."""
-    path = prefix.rstrip("/")
-    if not re.fullmatch(r"(/[\w.~-]+)+", path):
-        raise ValueError(f"explorer_prefix must start with '/' and be a plain path such as '/explorer', got {prefix!r}")
-    if path in _OWN_PATHS:
-        raise ValueError(f"explorer_prefix must not be one of {', '.join(_OWN_PATHS)}")
-    return path
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
@@ -2555,7 +2550,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
 def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
     """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
     if options.transport != "stdio":
-        return {"type": options.transport.removeprefix("streamable-"), "url": options.endpoint}
+        return {"type": options.transport.removeprefix("streamable-"), "url": options.url}
     package = _Options.__module__.rpartition(".")[0]
     entry: dict[str, Any] = {"command": os.path.abspath(sys.executable), "args": ["-m", package, *arguments]}
     # Python finds a vendored copy by the working directory or the script's (the first of its path), or by this shell's
@@ -2576,7 +2571,13 @@ def _discover(directory: str) -> Registry:
         with _left_out(file.file_path):
             for module_id, module, metadata in _defined(file):
                 with _left_out(f"Module {module_id} of {file.file_path}"):
-                    registry.register(module_id, module() if inspect.isclass(module) else module, metadata=metadata)
+                    if registry.has(module_id):
+                        raise ValueError("another module has this id")
+                    module = module() if inspect.isclass(module) else module
+                    # Given a version, apcore neither stumbles over one that is a number, nor keeps the id of a module
+                    # for ever that raises SystemExit in `on_load`.
+                    version = str(metadata.get("version") or getattr(module, "version", None) or DEFAULT_MODULE_VERSION)
+                    registry.register(module_id, module, version, metadata)
     for path in sorted(Path(directory).rglob("*.binding.yaml")):
         if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
             sys.path.append(str(path.parent))
@@ -2643,8 +2644,8 @@ def _where(options: _Options) -> str:
     """Where the server listens and the Explorer is, for the log."""
     if options.transport == "stdio":
         return ""
-    told = f", at {options.endpoint}"
-    return told + (f", explorer at {options.url}{options.explorer_prefix}/" if options.explorer else "")
+    explorer = urljoin(options.url, f"{options.explorer_prefix}/")
+    return f", at {options.url}" + (f", explorer at {explorer}" if options.explorer else "")
 
 
 async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:

@@ -360,6 +360,24 @@ def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(ext
     assert (extensions / "maths" / "imported").read_text() == "once " * 2
 
 
+def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
+    extensions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (extensions / "voice" / "say_meta.yaml").write_text(
+        "version: 1.5\ndescription: Told beside\nentry_point: say:Other"
+    )
+    more = "\n    version = 2\n\nclass Other(Say):\n    def on_load(self): assert self.version == 2\n"
+    (extensions / "voice" / "say.py").write_text(MODULE.format(tag="loud") + more)
+    (extensions / "voice" / "shout.py").write_text(MODULE.format(tag="calm") + "\n    version = 2\n")
+    (extensions / "zz.py").write_text(
+        "from apcore.decorator import module\n@module(id='voice.say')\ndef f() -> int: return 1\n"
+    )
+    assert main(["--extensions-dir", str(extensions), "--export", "mcp", "--prefix", "voice"]) == 0
+    tools = json.loads(capsys.readouterr().out)
+    told = {tool["name"]: (tool["description"], tool["_meta"]["apcore/version"]) for tool in tools}
+    assert told == {"voice.say": ("Told beside", "1.5"), "voice.shout": ("Say it", "2")}
+
+
 def test_dynamic_follows_the_files_and_leaves_functions_as_they_were(extensions: Path) -> None:
     (extensions / "forms.py").write_text(FUNCTIONS.format(more=""))
     arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--dynamic"]
