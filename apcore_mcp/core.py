@@ -56,6 +56,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
@@ -568,9 +569,6 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
     return result
 
 
-# ---- Results: module outputs and errors as MCP results; pure ----
-
-
 # ---- Results: a module's output as an MCP result; pure ----
 
 
@@ -668,31 +666,16 @@ def _check(value: Any, validator: Draft202012Validator, what: str) -> None:
         raise SchemaValidationError(f"{what} validation failed: {errors}", errors)
 
 
-def _calls_behind(error: BaseException) -> list[PipelineContext]:
-    """apcore's calls that `error`, and each error it followed from, came through.
-
-    Read from the tracebacks, as an error's own `call_chain` knows nothing of the error that it was made of.
-    """
-    behind, seen = [error], set[int]()
-    for each in behind:
-        parts = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
-        others = [e for e in (each.__cause__, each.__context__, *parts) if e is not None and id(e) not in seen]
-        seen.update(map(id, others))
-        behind += others
-    frames = (frame for each in behind for frame, _ in traceback.walk_tb(each.__traceback__))
-    return [value for frame in frames for value in frame.f_locals.values() if type(value) is PipelineContext]
-
-
 class _ErrorMapper:
     """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
 
-    Where a module with `x-sensitive` inputs took part in the call, neither says more than what failed and where: no
-    text that a module or a validator wrote, as nobody can tell how it spells a secret. Whatever a module made of its
-    error, there is an answer. Used after a call failed, so it may take its time.
+    `involved` is every module that took part in the call. Where one of them has `x-sensitive` inputs, neither says more
+    than what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret.
+    Whatever a module made of its error, there is an answer. Used after a call failed, so it may take its time.
     """
 
-    def __init__(self, tool: _Tool, arguments: dict[str, Any]) -> None:
-        self._tool, self._arguments = tool, arguments
+    def __init__(self, tool: _Tool, arguments: dict[str, Any], involved: Iterable[Any], registry: Registry) -> None:
+        self._tool, self._arguments, self._involved, self._registry = tool, arguments, involved, registry
 
     def to_result(self, error: BaseException) -> dict[str, Any]:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
@@ -716,14 +699,12 @@ class _ErrorMapper:
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
     def _is_sensitive(self, error: BaseException, side: str) -> bool:
-        """Whether a module that took part in the call marks something `x-sensitive`, or who took part is not known."""
-        calls = _calls_behind(error)
-        chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else [self._tool.module_id]
-        modules = (self._tool.descriptor, *(call.module for call in calls))
+        """Whether a module that took part in the call marks something `x-sensitive`."""
+        # Those that an error of apcore's names include what was called without the context of the call.
+        chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else ()
+        modules = (self._tool.descriptor, *self._involved, *map(self._registry.get_definition, chain))
         schemas = [getattr(module, side, None) or {} for module in modules]
-        return not {call.module_id for call in calls}.issuperset(chain) or any(
-            _marks_sensitive(schema if isinstance(schema, dict) else schema.model_json_schema()) for schema in schemas
-        )
+        return any(_marks_sensitive(each if isinstance(each, dict) else each.model_json_schema()) for each in schemas)
 
     def _log(self, error: BaseException, text: str, withheld: bool) -> None:
         unexpected = None if isinstance(error, ModuleError) else error
@@ -1103,6 +1084,7 @@ _PARKING_VERSION = "2026-07-28"
 _PARKED_SECONDS = 600.0  # how long a call waits for its user's answer before it is cancelled
 _PARKED_MAX = 1_000  # how many calls may wait; one more is told that nobody answers
 _CALL_KEY = "_mcp_call"
+_RUNNING: ContextVar[_Call | None] = ContextVar(_CALL_KEY, default=None)  # for what modules call without its context
 
 
 def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, dict[str, Any]]:
@@ -1153,6 +1135,7 @@ class _Call:
         self.session: ServerSession | None = None
         self.meta: Mapping[str, Any] = {}
         self.parks = self.can_ask = False
+        self.involved: list[Any] = []  # the modules that it called, its own included
         self.token, self.turn, self._asking = CancelToken(), asyncio.Event(), asyncio.Lock()
         self._loop, self._told = asyncio.get_running_loop(), -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
@@ -1303,6 +1286,8 @@ class _ApprovalGate(BuiltinApprovalGate):
     async def execute(self, ctx: PipelineContext) -> StepResult:
         call, context, started = ctx.context.data.get(_CALL_KEY), ctx.context, time.time()
         ours = isinstance(call, _Call)
+        if cause := call if ours else _RUNNING.get():
+            cause.involved.append(ctx.module)
         gate = copy.copy(self._gate)
         gate.set_policy(self.policy)
         gate.set_handler(self.handler or (self._approver(call) if ours else None))
@@ -1373,7 +1358,7 @@ class _ExecutionRouter:
         self.running: set[_Call] = set()
         self.activity = _Activity()
         strategy = executor.current_strategy
-        for step in strategy.steps if options.approval != "off" else ():
+        for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
                 strategy.replace(step.name, _ApprovalGate(step))
 
@@ -1446,6 +1431,7 @@ class _ExecutionRouter:
         trace = TraceContext.extract(told) if told else None
         context: Context[Any] = Context.create(call.caller, trace, call.token, call.data)
         self.running.add(call)
+        _RUNNING.set(call)
         try:
             return _success(tool, await self._run(call, context), formatter)
         except BaseException as error:  # a module may raise anything
@@ -1457,7 +1443,7 @@ class _ExecutionRouter:
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
                 raise _protocol_error(-32021, "Client did not declare form elicitation", _FORMS) from None
-            return _ErrorMapper(tool, call.arguments).to_result(error)
+            return _ErrorMapper(tool, call.arguments, call.involved, self._options.registry).to_result(error)
         finally:
             call.session = None
             self.running.discard(call)

@@ -308,8 +308,6 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
         assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
     error = make()
     logged = str(error).encode(errors="replace").decode()
-    if name in ("depth", "circular", "frequency"):  # whose chain has modules that took no part, so nobody knows them
-        logged = text
     for tool, record in zip(tools, errors_logged(caplog), strict=True):
         said = f"Tool call error: {tool} - {type(error).__name__}: "
         if text == "Internal error occurred":  # it could not be looked at
@@ -924,8 +922,15 @@ async def without_its_context(inputs: dict[str, Any], context: Any) -> Any:
     return await context.executor.call_async("demo.login", inputs)
 
 
+async def wrapped_without_its_context(inputs: dict[str, Any], context: Any) -> Any:
+    try:
+        return await context.executor.call_async("demo.login", inputs)
+    except BaseException as error:
+        raise ModuleError("NO_LOGIN", f"cannot log in: {error!r}") from error
+
+
 async def through_a_third(inputs: dict[str, Any], context: Any) -> Any:
-    return await context.executor.call_async("passing.on", inputs, context)
+    return await context.executor.call_async("passing_on", inputs, context)
 
 
 async def in_a_group(inputs: dict[str, Any], context: Any) -> Any:
@@ -940,13 +945,22 @@ async def wrapped(inputs: dict[str, Any], context: Any) -> Any:
         raise RuntimeError(f"cannot log in: {error!r}") from error
 
 
+async def reworded(inputs: dict[str, Any], context: Any) -> Any:
+    try:
+        return await context.executor.call_async("demo.login", inputs, context)
+    except BaseException as error:
+        text = f"cannot log in: {error!r}"
+        raise ModuleError("NO_LOGIN", text, {"call_chain": ["reworded"]}, ai_guidance=text) from None
+
+
 async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
     yield {"began": True}
     await context.executor.call_async("demo.login", inputs, context)
 
 
 WAYS: list[Callable[..., Any]] = [
-    *(passing_on, from_a_thread, without_its_context, through_a_third, in_a_group, wrapped, streaming)
+    *(passing_on, from_a_thread, through_a_third, in_a_group, wrapped, reworded, streaming),
+    *(without_its_context, wrapped_without_its_context),
 ]
 
 
@@ -956,7 +970,7 @@ def speaking() -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as stack:
         urls = {}
         for name, fail in SPEAKING.items():
-            modules: dict[str, Any] = {way.__name__.replace("_", ".", 1): way for way in WAYS}
+            modules: dict[str, Any] = {way.__name__: way for way in WAYS}
             modules["streaming"] = FunctionalModule(
                 passing_on, stream=streaming, annotations=ModuleAnnotations(streaming=True)
             )
@@ -974,7 +988,7 @@ async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
     leaks = []
     async with client_of(speaking[name]) as client:
         calls = [("demo.login", password) for password in PASSWORDS.values() if name != "plain"]
-        calls += [(way.__name__.replace("_", ".", 1), PASSWORDS["plain"]) for way in WAYS]
+        calls += [(way.__name__, PASSWORDS["plain"]) for way in WAYS]
         for tool, password in calls:
             # None is part of another, or one's mask would hide that the other has none.
             secret = {
@@ -1015,3 +1029,14 @@ async def test_invalid_input_of_a_tool_with_sensitive_input_is_told_without_its_
     async with connect({"demo.login": module}) as client:
         result = await client.call_tool("demo.login", {"user": "bob", "password": TOKEN})
     failure(result, "Invalid input")
+
+
+async def test_a_secret_of_a_called_module_is_told_nowhere_by_an_executor_without_an_approval_gate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = login_of(lambda i: throw(InvalidInputError(f"bad password: {i['password']}")))
+    executor = Executor(registry_of({"demo.login": module, "passing_on": passing_on}), strategy="minimal")
+    async with connect(executor) as client:
+        result = await client.call_tool("passing_on", {"user": "bob", "password": TOKEN})
+    failure(result, "Invalid input")
+    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
