@@ -100,11 +100,12 @@ from referencing.jsonschema import DRAFT202012
 from . import __version__
 
 if TYPE_CHECKING:
+    from mcp.server.connection import Connection
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
     from mcp.server.session import ServerSession
     from mcp.server.sse import SseServerTransport
     from mcp.shared.message import SessionMessage
-    from mcp_types import CallToolRequestParams, PaginatedRequestParams, ReadResourceRequestParams
+    from mcp_types import CallToolRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -1476,6 +1477,12 @@ _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client on stdio, as the
 # What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
+_LISTS = frozenset({"tools/list", "resources/list", "resources/templates/list"})
+
+
+def _connection_of(session: ServerSession) -> Connection:
+    """What outlives the session of each of its requests; the SDK gives no other handle on it."""
+    return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
 class _Bridge:
@@ -1497,18 +1504,20 @@ class _Bridge:
         self.router = _ExecutionRouter(self.catalog, options.executor(), options)
         self.activity = self.router.activity
         self._bus = InMemorySubscriptionBus()
-        self._listen = ListenHandler(self._bus)
+        self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()
-        self._followers: dict[Any, asyncio.Event] = {}  # handshake connections, each with what wakes its announcer
         self._tasks: set[asyncio.Task[None]] = set()
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
+            instructions=options.instructions,
             on_list_tools=cast(Any, self._list_tools),
             on_call_tool=cast(Any, self.router.handle_call),
             on_list_resources=cast(Any, self._list_resources),
             on_list_resource_templates=cast(Any, self._list_resource_templates),
             on_read_resource=cast(Any, self._read_resource),
+            on_subscribe_resource=cast(Any, self._subscribe),
+            on_unsubscribe_resource=cast(Any, self._unsubscribe),
             on_subscriptions_listen=self._listen,
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
@@ -1530,12 +1539,8 @@ class _Bridge:
     async def __aexit__(self, *_: object) -> None:
         self.catalog.close()
         self.router.stop()
-        self.cancel_tasks()
+        await self.finish()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def cancel_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
     def start(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -1546,7 +1551,7 @@ class _Bridge:
     async def finish(self) -> None:
         """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
         self.deadline = self.deadline or asyncio.get_running_loop().time() + _SHUTDOWN_SECONDS
-        self._listen.close()
+        self._listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self.deadline):
                 await self.activity.idle.wait()
@@ -1554,9 +1559,13 @@ class _Bridge:
             self.router.stop()
             with contextlib.suppress(TimeoutError):  # who asked is told, if that is quickly done
                 await asyncio.wait_for(self.activity.idle.wait(), 0.5)
+        for task in self._tasks:
+            task.cancel()
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
+        from mcp_types.methods import validate_client_request
+
         if ctx.request_id is None:
             return await call_next(ctx)
         if self.closing:
@@ -1564,22 +1573,25 @@ class _Bridge:
         if task := asyncio.current_task():  # the request's own: it ends when the answer has been handed over
             self.activity.__enter__()
             task.add_done_callback(self.activity.__exit__)
-        ready = ctx.session.client_params is not None or ctx.protocol_version >= _PARKING_VERSION
-        if ctx.method == "tools/list" and ready and not (ctx.params or {}).keys() - {"_meta"}:
-            return self._tool_list(ctx)  # past the SDK's validation, which would go through every tool of every answer
+        connection, told = _connection_of(ctx.session), (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
+        if told not in (None, ctx.protocol_version) and ctx.method != "initialize":
+            raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
+        if ctx.method in _LISTS and (ctx.params or {}).get("cursor") is not None:
+            raise _protocol_error(-32602, "Invalid cursor: every list has one page")
+        if ctx.method == "tools/list" and connection.initialize_accepted:
+            validate_client_request(ctx.method, ctx.protocol_version, ctx.params)
+            return await self._list_tools(
+                ctx
+            )  # past the SDK's validation, which would go through every tool of every answer
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
-            self._follow(ctx.session)
+            follows = self._follow(connection, ctx.session)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
-            for kind in ("tools", "resources"):
-                result["capabilities"][kind]["listChanged"] = True
+            result["capabilities"]["tools"] = {"listChanged": follows}
+            result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": follows}
         return result
 
-    async def _list_tools(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
-        self._check_cursor(params)
-        return self._tool_list(ctx)
-
-    def _tool_list(self, ctx: RequestContext) -> dict[str, Any]:
+    async def _list_tools(self, ctx: RequestContext, params: object = None) -> dict[str, Any]:
         client, names = ctx.session.client_params, self.options.tool_names
         dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
@@ -1588,52 +1600,73 @@ class _Bridge:
         stamp = {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}
         return {"tools": tools, "_meta": stamp, **_FRESH}
 
-    async def _list_resources(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
-        """The documentation of each listed module that has some (SRS FR-RESOURCE-001, -002)."""
-        self._check_cursor(params)
-        return {"resources": [tool.resource for tool in self.catalog.tools.values() if tool.resource], **_FRESH}
+    async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
+        return {"resources": [tool.resource for tool in self._documented().values()], **_FRESH}
 
-    async def _list_resource_templates(self, ctx: RequestContext, params: PaginatedRequestParams) -> dict[str, Any]:
-        self._check_cursor(params)
+    async def _list_resource_templates(self, ctx: RequestContext, params: object) -> dict[str, Any]:
         return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
-        tool = self.catalog.tools.get(params.uri.removeprefix("docs://"))
-        if tool is None or tool.resource.get("uri") != params.uri:
+        tool = self._documented().get(params.uri)
+        if tool is None:
             code = -32602 if ctx.protocol_version >= _PARKING_VERSION else -32002
             raise _protocol_error(code, "Resource not found", {"uri": params.uri})
         content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
         return {"contents": [content], **_FRESH}
 
-    @staticmethod
-    def _check_cursor(params: PaginatedRequestParams) -> None:
-        if params.cursor is not None:
-            raise _protocol_error(-32602, "Invalid cursor: every list has one page")
+    def _documented(self) -> dict[str, _Tool]:
+        """The listed modules that have documentation, by its URI (SRS FR-RESOURCE-001, -002)."""
+        return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.resource}
 
-    def _follow(self, session: ServerSession) -> None:
-        # A connection outlives the session of each of its requests, and this is the only handle the SDK gives on it.
-        connection = session._connection  # pyright: ignore[reportPrivateUsage]
-        changed = self._followers[connection] = asyncio.Event()
+    async def _subscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
+        """Follow a resource, in the handshake's way; from 2026-07-28 on, that is part of listening."""
+        await self._read_resource(ctx, params)  # nothing else can be followed
+        if (uris := _connection_of(ctx.session).state.get("uris")) is None:
+            raise _protocol_error(-32601, "Method not found", ctx.method)  # it ends with this answer
+        uris.add(params.uri)
+        return {}
 
-        async def announce() -> None:
-            while await changed.wait():
-                changed.clear()
-                await connection.send_tool_list_changed()
-                await connection.send_resource_list_changed()
+    async def _unsubscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
+        _connection_of(ctx.session).state.get("uris", set()).discard(params.uri)
+        return {}
 
-        connection.exit_stack.callback(self.start(announce()).cancel)
-        connection.exit_stack.callback(self._followers.pop, connection, None)
+    async def _listen(self, ctx: RequestContext, params: Any) -> Any:
+        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
+        return await self._listener(ctx, params)
+
+    def _follow(self, connection: Connection, session: ServerSession) -> bool:
+        """Tell a handshake connection what the bus carries, until it ends; whether it has a stream for that."""
+        from mcp.shared.subscriptions import ResourceUpdated, ServerEvent, event_to_notification
+
+        if connection.state or not connection.has_standalone_channel:  # it says hello again, or is gone with its answer
+            return connection.has_standalone_channel
+        uris, waiting = connection.state.setdefault("uris", set()), dict[ServerEvent, None]()
+        telling: asyncio.Task[None] | None = None
+
+        def note(event: ServerEvent) -> None:
+            nonlocal telling
+            if not isinstance(event, ResourceUpdated) or event.uri in uris:
+                waiting[event] = None
+                telling = self.start(tell()) if telling is None or telling.done() else telling
+
+        async def tell() -> None:
+            while waiting:
+                await session.send_notification(event_to_notification(waiting.popitem()[0], {}))
+
+        connection.exit_stack.callback(self._bus.subscribe(note))
+        return True
 
     async def _announce(self) -> None:
-        from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
+        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ServerEvent, ToolsListChanged
 
+        now = {uri: tool.documentation for uri, tool in self._documented().items()}
         while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
             self._changed.clear()
-            for follower in self._followers.values():
-                follower.set()
-            await self._bus.publish(ToolsListChanged())
-            await self._bus.publish(ResourcesListChanged())
+            before, now = now, {uri: tool.documentation for uri, tool in self._documented().items()}
+            events: list[ServerEvent] = [ToolsListChanged(), ResourcesListChanged()]
+            for event in [*events, *map(ResourceUpdated, dict(before.items() ^ now.items()))]:
+                await self._bus.publish(event)
 
 
 # ---- HTTP: the Starlette app and the guard before it ----
@@ -1850,7 +1883,6 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
             transport = SseServerTransport("/messages/")
             routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
             routes.append(Mount("/messages/", transport.handle_post_message))
-            stack.callback(bridge.cancel_tasks)
         else:
             idle = None if options.stateless else _SESSION_IDLE_SECONDS
             sessions = StreamableHTTPSessionManager(

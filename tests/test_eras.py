@@ -292,7 +292,10 @@ def test_discover_tells_version_capabilities_and_server(endpoint: str) -> None:
         response = client.post(endpoint, **modern("server/discover"))
     result = answer(response)["result"]
     assert MODERN in result["supportedVersions"]
-    assert result["capabilities"]["tools"] == {"listChanged": True}
+    assert result["capabilities"] == {
+        "tools": {"listChanged": True},
+        "resources": {"listChanged": True, "subscribe": True},
+    }
     assert result["_meta"][f"{META}serverInfo"]["name"] == "apcore-mcp"
     assert "mcp-session-id" not in response.headers
 
@@ -316,6 +319,35 @@ def test_headers_of_2026_must_agree_with_the_body(
         response = client.post(endpoint, **call)
     assert response.status_code == (400 if code else 200)
     assert answer(response).get("error", {}).get("code") == code
+
+
+@pytest.mark.parametrize("stateless", [False, True], ids=["session", "stateless"])
+@pytest.mark.parametrize("header", ["2025-11-25", None], ids=["another-version", "no-version"])
+def test_a_request_whose_body_names_another_version_than_its_header_runs_nothing(
+    stateless: bool, header: str | None
+) -> None:
+    """Or a gateway that goes by the header would have looked at something else than what is run."""
+    ran: list[object] = []
+    note = FunctionalModule(lambda inputs, context: ran.append(inputs) or {})
+    with serving(registry_of({"demo.note": note}), stateless=stateless) as url, httpx.Client(timeout=30) as client:
+        headers = {} if stateless else handshake(client, f"{url}/mcp")[1]
+        headers = {**ACCEPT, **headers, "MCP-Protocol-Version": header}
+        for method, params in {"tools/call": {"name": "demo.note", "arguments": {}}, "tools/list": {}}.items():
+            request = message(method, enveloped(params))
+            sent = {name: value for name, value in headers.items() if value is not None}
+            assert answer(client.post(f"{url}/mcp", json=request, headers=sent))["error"]["code"] == -32020
+    assert ran == []
+
+
+@pytest.mark.parametrize("method", ["tools/list", "tools/call", "resources/list"])
+def test_every_method_refuses_capabilities_that_are_none(endpoint: str, method: str) -> None:
+    params = enveloped({"name": "units.convert", "arguments": MARATHON} if method == "tools/call" else {})
+    params["_meta"][f"{META}clientCapabilities"] = {"elicitation": 5}
+    with RawClient(command()) as stdio, httpx.Client(timeout=30) as http:
+        assert stdio.request(method, params)["error"]["code"] == -32602
+        request = modern(method, params)
+        request["json"] = message(method, params)
+        assert answer(http.post(endpoint, **request))["error"]["code"] == -32602
 
 
 def test_a_version_from_the_future_is_told_what_is_spoken(endpoint: str) -> None:

@@ -22,10 +22,12 @@ import pytest
 from apcore import Executor, Registry
 from conftest import HANDSHAKE, MODERN, connect, echo, free_port, registry_of, serving
 from mcp.client import Client
+from mcp.client.sse import sse_client
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Mount
+from test_live import CountingRegistry
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve
@@ -305,6 +307,38 @@ def test_a_failing_on_startup_is_raised_and_leaves_the_port_free(
     assert_free(port)
 
 
+class Silent(Executor):
+    """An Executor that does not say how it works."""
+
+    def governance_state(self) -> Any:
+        raise LookupError("of the executor")
+
+    @property
+    def current_strategy(self) -> Any:
+        raise LookupError("of the executor")
+
+
+@every_door
+@pytest.mark.parametrize("fault", ["on_startup", "executor", "port"])
+def test_a_start_that_fails_leaves_nothing_on_the_registry(door: Callable[..., Any], fault: str) -> None:
+    if (door, fault) == (_run_async_serve, "port"):
+        pytest.skip("it listens on none")
+    registry = CountingRegistry()
+    source = Silent(registry) if fault == "executor" else Executor(registry)
+    before = list(registry.listeners)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options: dict[str, Any] = {"transport": "streamable-http", "port": free_port()}
+        options |= {"port": taken.getsockname()[1]} if fault == "port" else {}
+        options |= {"on_startup": _fail} if fault == "on_startup" else {}
+
+        def live() -> None:
+            door(source, **options).start()  # only an MCPServer gets to be started
+
+        with pytest.raises((LookupError, OSError)):
+            live()
+    assert registry.listeners == before
+
+
 @pytest.mark.parametrize("callback", [_fail, _fail_later], ids=["sync", "async"])
 def test_a_failing_on_shutdown_is_logged_and_the_server_still_ends(
     callback: Callable[[], Any], caplog: pytest.LogCaptureFixture
@@ -424,6 +458,17 @@ async def test_clients_are_told_name_and_version(mode: str, options: dict[str, A
         assert client.protocol_version == (MODERN if mode == MODERN else "2025-11-25")
         assert client.server_info is not None
         assert (client.server_info.name, client.server_info.version) == (name, version)
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_agents_are_told_the_servers_instructions(mode: str, transport: str) -> None:
+    if transport == "sse" and mode == MODERN:
+        pytest.skip("the deprecated transport is of the handshake era")
+    for text in ("Ask units.convert.", None):
+        with serving(registry_of(), transport=transport, instructions=text) as url:
+            server: Any = sse_client(f"{url}/sse") if transport == "sse" else f"{url}/mcp"
+            async with Client(server, mode="auto" if mode == MODERN else mode, cache=None) as client:
+                assert client.instructions == text
 
 
 @pytest.mark.parametrize(

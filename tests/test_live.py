@@ -278,6 +278,30 @@ async def test_the_handshake_promises_that_changes_are_announced() -> None:
         assert client.server_capabilities.tools.list_changed is True
 
 
+@pytest.mark.parametrize("transport", ["streamable-http", "stdio"])
+async def test_a_client_that_says_hello_again_is_told_of_a_change_once_and_leaves_no_task(transport: str) -> None:
+    about = types.InitializeRequestParams(
+        protocol_version="2025-11-25",
+        capabilities=types.ClientCapabilities(),
+        client_info=types.Implementation(name="x", version="1"),
+    )
+    async with followed(None, HANDSHAKE, transport=transport) as (client, changes), asyncio.timeout(30):
+
+        async def tasks() -> int:
+            return len((await client.call_tool("tasks")).structured_content["tasks"])  # type: ignore[index]
+
+        before = await tasks()
+        for _ in range(5):
+            await client.session.send_request(types.InitializeRequest(params=about), types.InitializeResult)
+        while await tasks() > before:
+            pass  # the timeout above is the limit
+        for change in ("grow", "shrink"):
+            await client.call_tool(change)
+            await changes.get()
+        await tasks()  # whatever else was sent meanwhile has arrived before this answer
+        assert changes.empty()
+
+
 async def test_two_hundred_registrations_from_four_threads_are_announced_as_one(mode: str) -> None:
     async with followed(None, mode) as (client, changes), asyncio.timeout(30):
         await client.call_tool("burst")

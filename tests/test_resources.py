@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
+import httpx2
 import pytest
 from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.server.subscriptions import ResourcesListChanged
-from mcp_types import ResourceListChangedNotification
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated
+from mcp_types import ResourceListChangedNotification, ResourceUpdatedNotification
+from test_eras import ACCEPT, answer, initialize_params, message, modern
 
 MARKDOWN = "# Resize\n\nKeeps the *ratio*."
 MODULES = {
@@ -101,3 +106,91 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         async with asyncio.timeout(20):  # also because the SDK's SSE client fails when it is told while it closes
             await told.wait()
         assert (await client.list_resources()).resources == []
+
+
+@pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_who_follows_a_resource_is_told_when_it_changes(mode: str, transport: str) -> None:
+    if transport == "sse" and mode == MODERN:
+        pytest.skip("the deprecated transport is of the handshake era")
+    registry = registry_of({f"doc.{name}": documented(documentation="one") for name in "abc"})
+    updated: asyncio.Queue[str] = asyncio.Queue()
+    listening = asyncio.Event()
+
+    async def note(received: object) -> None:
+        if isinstance(received, ResourceUpdatedNotification):
+            updated.put_nowait(str(received.params.uri))
+
+    async def note_stream(response: httpx2.Response) -> None:
+        if response.request.method == "GET" and response.status_code == 200:
+            listening.set()
+
+    async def follow(events: AsyncIterator[object]) -> None:
+        async for event in events:
+            if isinstance(event, ResourceUpdated):
+                updated.put_nowait(event.uri)
+
+    def replace(name: str, text: str | None) -> None:
+        registry.unregister(f"doc.{name}")
+        registry.register(f"doc.{name}", documented(documentation=text))
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
+        url = stack.enter_context(serving(registry, transport=transport))
+        hooks: dict[str, Any] = {"response": [note_stream]}
+        http = await stack.enter_async_context(httpx2.AsyncClient(event_hooks=hooks, timeout=30))
+        server: Any = streamable_http_client(f"{url}/mcp", http_client=http)
+        server = sse_client(f"{url}/sse") if transport == "sse" else server
+        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=note)
+        await stack.enter_async_context(client)
+        if mode == MODERN:
+            events = await stack.enter_async_context(client.listen(resource_subscriptions=["docs://doc.a"]))
+            stack.callback(asyncio.create_task(follow(events)).cancel)
+        else:
+            assert client.server_capabilities.resources.subscribe is True
+            for name in "ab":
+                await client.subscribe_resource(f"docs://doc.{name}")
+            await client.unsubscribe_resource("docs://doc.b")
+            if transport == "streamable-http":
+                await listening.wait()
+        replace("b", "two")  # nobody follows it
+        replace("c", "two")
+        replace("a", "one")  # another module, that says the same
+        await client.list_tools()
+        for text in ("two", "three", None):  # once or twice, as the module may be seen to be gone meanwhile
+            replace("a", text)
+            assert await updated.get() == "docs://doc.a"
+        while not updated.empty():
+            assert updated.get_nowait() == "docs://doc.a"
+
+
+@pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
+async def test_only_a_listed_resource_can_be_followed() -> None:
+    async with connect({"doc.a": documented(documentation="one")}, mode=HANDSHAKE) as client:
+        with pytest.raises(MCPError, match="Resource not found"):
+            await client.subscribe_resource("docs://doc.none")
+        await client.unsubscribe_resource("docs://doc.none")
+
+
+def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:
+    registry = registry_of({"doc.a": documented(documentation="one")})
+    with serving(registry, stateless=True) as url, httpx.Client(timeout=30) as client:
+
+        def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:
+            return answer(client.post(f"{url}/mcp", json=message(method, params), headers=ACCEPT))
+
+        assert ask("initialize", initialize_params("2025-11-25"))["result"]["capabilities"] == {
+            "tools": {"listChanged": False},
+            "resources": {"listChanged": False, "subscribe": False},
+        }
+        assert ask("resources/subscribe", {"uri": "docs://doc.a"})["error"]["code"] == -32601
+        assert ask("resources/unsubscribe", {"uri": "docs://doc.a"})["result"] == {}
+
+
+def test_who_listens_is_promised_only_what_there_is() -> None:
+    wanted = {"toolsListChanged": True, "promptsListChanged": True, "resourcesListChanged": True}
+    with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
+        request = modern("subscriptions/listen", {"notifications": wanted})
+        with client.stream("POST", f"{url}/mcp", **request) as stream:
+            first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        promised = json.loads(first[6:])["params"]["notifications"]
+    assert promised == {"toolsListChanged": True, "resourcesListChanged": True}
