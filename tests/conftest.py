@@ -44,6 +44,27 @@ class FunctionalModule:
             setattr(self, name, value)
 
 
+PROGRAM = """
+import asyncio, ctypes, json, logging, math, os, subprocess, sys, threading, time, tracemalloc, _thread
+from pathlib import Path
+from apcore import Config, Executor, ModuleAnnotations, ModuleError, Registry
+from apcore_mcp import MCPServer, elicit, report_progress, serve
+
+class Module:
+    input_schema = output_schema = {"type": "object"}
+    description = "A module of a test"
+    def __init__(self, execute, **attributes):
+        self.execute = execute
+        vars(self).update(attributes)
+
+registry = Registry()
+def tool(function, **attributes):
+    registry.register("t." + function.__name__, Module(function, **attributes))
+    return function
+"""
+"""How the program of a server in a process of its own begins. Functions with `@tool` follow, and `serve(registry)`."""
+
+
 def registry_of(modules: Mapping[str, Any] | None = None) -> Registry:
     """A registry of modules by id; a plain function becomes a module that accepts and returns any object."""
     registry = Registry()

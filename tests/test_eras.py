@@ -1,6 +1,6 @@
 """One server, both eras of the protocol, both main transports: every handshake version, and 2026-07-28.
 
-Demanded by the issue ("every handshake version and 2026-07-28 from the same server"), FR-SERVER-001/-002, FR-EXEC-007,
+Demanded by the design ("every handshake version before it from one server"), FR-SERVER-001/-002, FR-EXEC-007,
 design §2, §3 "Output", "Dynamic" and §4; the shapes on the wire are MCP's. The servers are the command line's, as users
 start it; the clients are the SDK's own and, where the wire itself matters, a few lines that know nothing of MCP.
 """

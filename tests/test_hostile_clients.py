@@ -20,7 +20,18 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, RawClient, free_port, registry_of, serving, until
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    PROGRAM,
+    ROOT,
+    FunctionalModule,
+    RawClient,
+    free_port,
+    registry_of,
+    serving,
+    until,
+)
 from test_eras import answer, handshake, message, modern
 from test_stdio import call, line, messages, request
 
@@ -30,27 +41,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 MIB = 1024 * 1024
 
 SERVER = """
-import asyncio, sys, tracemalloc
-from apcore import Registry
-from apcore.observability import MetricsCollector
-from apcore_mcp import serve
-
-class Module:
-    input_schema = output_schema = {"type": "object"}
-    description = "A module of a test"
-    def __init__(self, execute):
-        self.execute = execute
-
 ran = []
 began = waiting = 0
 
+@tool
 async def echo(inputs, context):
     ran.append(1)
     return inputs
 
+@tool
 async def big(inputs, context):
     return {"text": "x" * inputs["size"]}
 
+@tool
 async def wait(inputs, context):
     global began, waiting
     began += 1
@@ -60,20 +63,19 @@ async def wait(inputs, context):
     finally:
         waiting -= 1
 
+@tool
 async def census(inputs, context):
     return {"ran": len(ran), "began": began, "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
+@tool
 async def kept(inputs, context):
     if inputs["counting"] != tracemalloc.is_tracing():
         (tracemalloc.start if inputs["counting"] else tracemalloc.stop)()
     return {"bytes": tracemalloc.get_traced_memory()[0]}
 
-registry = Registry()
-for function in (echo, big, wait, census, kept):
-    registry.register("t." + function.__name__, Module(function))
 options = {}
 if sys.argv[1:]:
-    options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": MetricsCollector()}
+    options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
 print(began, "began", file=sys.stderr)
 """
@@ -121,7 +123,7 @@ class Server(NamedTuple):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("hostile") / "server.py"
-    path.write_text(SERVER)
+    path.write_text(PROGRAM + SERVER)
     return [sys.executable, str(path)]
 
 

@@ -14,27 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANDSHAKE, MODERN, ROOT, RawClient
+from conftest import HANDSHAKE, MODERN, PROGRAM, ROOT, RawClient
 from test_eras import initialize_params, message
 from test_stdio import call, line, messages
 
-HEAD = """
-import asyncio, ctypes, json, logging, math, os, subprocess, sys, threading, time, _thread
-from apcore import Config, Executor, ModuleAnnotations, ModuleError, Registry
-from apcore_mcp import report_progress, serve
-
-class Module:
-    input_schema = output_schema = {"type": "object"}
-    description = "A module of a test"
-    def __init__(self, execute, **attributes):
-        self.execute = execute
-        vars(self).update(attributes)
-
-registry = Registry()
-def tool(function, **attributes):
-    registry.register("t." + function.__name__, Module(function, **attributes))
-    return function
-
+ECHO = """
 @tool
 def echo(inputs, context):
     return inputs
@@ -43,7 +27,7 @@ def echo(inputs, context):
 
 def script(tmp_path: Path, body: str, options: str = "registry") -> list[str]:
     path = tmp_path / "hostile_program.py"
-    path.write_text(f"{HEAD}\n{body}\nserve({options})\n")
+    path.write_text(f"{PROGRAM}{ECHO}\n{body}\nserve({options})\n")
     return [sys.executable, str(path)]
 
 

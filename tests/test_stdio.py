@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANDSHAKE, MODERN, ROOT, RawClient, command, stdio_parameters
+from conftest import HANDSHAKE, MODERN, PROGRAM, ROOT, RawClient, command, stdio_parameters
 from mcp.client import Client
 from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOCOL_VERSION_META_KEY
 
@@ -27,27 +27,19 @@ VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
 BENCH = """
-import asyncio, ctypes, os, subprocess, sys, time
-from pathlib import Path
-from apcore import Registry
-from apcore_mcp import MCPServer, elicit, serve
-
-class Module:
-    input_schema = output_schema = {"type": "object"}
-    description = "A module of a test"
-    def __init__(self, execute):
-        self.execute = execute
-
 def tell(what):
     print(what, file=sys.stderr, flush=True)
 
+@tool
 def echo(inputs, context):
     return inputs
 
+@tool
 async def slow(inputs, context):
     await asyncio.sleep(0.2)
     return inputs
 
+@tool
 def noisy(inputs, context):
     print("noise-print")
     sys.stdout.flush()
@@ -59,11 +51,13 @@ def noisy(inputs, context):
     child = subprocess.run(["cat"], capture_output=True)
     return {"stdin": os.read(0, 100).decode(), "child_stdin": child.stdout.decode()}
 
+@tool
 def mumble(inputs, context):
     print("mumble-print")
     ctypes.CDLL(None).puts(b"mumble-puts")
     return {}
 
+@tool
 async def gate(inputs, context):
     tell("running")
     try:
@@ -74,6 +68,7 @@ async def gate(inputs, context):
         raise
     return {"done": True}
 
+@tool
 def poll(inputs, context):
     tell("running")
     while not context.cancel_token.is_cancelled:
@@ -81,17 +76,21 @@ def poll(inputs, context):
     tell("token set")
     return {}
 
+@tool
 def stuck(inputs, context):
     tell("running")
     time.sleep(60)
 
+@tool
 async def ask(inputs, context):
     return {"answers": [await elicit(context, "Sure?"), await elicit(context, "Really?")]}
 
+@tool
 async def big(inputs, context):
     tell("running")
     return {"text": "x" * 20_000_000}
 
+@tool
 async def deaf(inputs, context):
     tell("running")
     while True:
@@ -100,9 +99,6 @@ async def deaf(inputs, context):
         except asyncio.CancelledError:
             pass
 
-registry = Registry()
-for function in (echo, slow, noisy, mumble, gate, poll, stuck, ask, big, deaf):
-    registry.register("t." + function.__name__, Module(function))
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
 if "--background" in sys.argv:
@@ -122,7 +118,7 @@ if "--and-print" in sys.argv:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that runs a script with all the modules of these tests and `serve()`."""
     path = tmp_path_factory.mktemp("bench") / "bench.py"
-    path.write_text(BENCH)
+    path.write_text(PROGRAM + BENCH)
     return [sys.executable, str(path)]
 
 
