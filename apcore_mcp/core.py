@@ -526,14 +526,17 @@ def _media(views: list[JSONSchema], redacts: bool) -> dict[str, str]:
     return found
 
 
-# What an output schema does not say of a result: Python's everyday patterns break in JavaScript; a format is checked by
-# TypeScript clients alone, and not as Python means it (times without a zone, addresses in Unicode); 1.13 is no multiple
-# of 0.01 where floats are not allowed for; other keywords count what is said less strictly, or stop AJV.
+# What an output schema does not say of a result. Python's everyday patterns stop AJV, by which TypeScript clients go, and
+# so do two of the others; it reads draft 7, which knows most of them not or in another sense. A format is checked by
+# these clients alone, and not as Python means it (times without a zone, addresses in Unicode); 1.13 is no multiple of
+# 0.01 where floats are not allowed for.
 _UNPROMISED = frozenset(
-    "pattern patternProperties format multipleOf contains minContains maxContains unevaluatedItems"
-    " unevaluatedProperties dependencies discriminator nullable $async $schema".split()
+    "pattern patternProperties format multipleOf contains minContains maxContains unevaluatedItems $async nullable"
+    " unevaluatedProperties dependencies dependentRequired dependentSchemas discriminator $schema".split()
 )
-_UNPROMISED_OF_CHANGED = frozenset("const enum uniqueItems minProperties dependentRequired".split())
+_CLOSING = {"patternProperties": "additionalProperties", "prefixItems": "items"}  # speaks of what the other leaves
+_REVERSING = ("not", "if", "oneOf")
+_UNPROMISED_OF_CHANGED = frozenset("const enum uniqueItems minProperties not if then else".split())
 
 
 def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] = ()) -> JSONSchema:
@@ -547,19 +550,14 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
             return _promise(inner, views, gone)
         return _promise(inner, [*_views(*_inside(views, step if keyword in ("properties", "prefixItems") else None))])
 
-    changed = bool(gone) or any(map(_marks_sensitive, views))
-    unsaid = _UNPROMISED | _UNPROMISED_OF_CHANGED if changed else _UNPROMISED
-    result = {key: value for key, value in _map_subschemas(schema, inside).items() if key not in unsaid}
-    if "patternProperties" in schema:
-        result.pop("additionalProperties", None)
-    if "prefixItems" in schema:  # draft 7, by which many clients read, knows only `items`: of the first ones, too
-        result.pop("items", None)
-    # What holds more often inside of these may make them hold less often.
-    if result.get("oneOf") != schema.get("oneOf"):
-        result.setdefault("anyOf", result.pop("oneOf"))
-    for group in (("not",), ("if", "then", "else")):
-        if result.get(group[0]) != schema.get(group[0]):
-            result = {key: value for key, value in result.items() if key not in group}
+    result = _map_subschemas(schema, inside)
+    # Where the value changes, or less is said inside of what reverses or counts it.
+    if gone or any(map(_marks_sensitive, views)) or any(result.get(key) != schema.get(key) for key in _REVERSING):
+        if "oneOf" in result:
+            result.setdefault("anyOf", result.pop("oneOf"))
+        result = {key: value for key, value in result.items() if key not in _UNPROMISED_OF_CHANGED}
+    unsaid = _UNPROMISED.union(_CLOSING[keyword] for keyword in _CLOSING.keys() & result.keys())
+    result = {key: value for key, value in result.items() if key not in unsaid}
     if gone and "properties" in result:
         result["properties"] = {name: field for name, field in result["properties"].items() if name not in gone}
     if gone and "required" in result:

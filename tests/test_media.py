@@ -102,6 +102,45 @@ async def test_the_official_client_accepts_what_is_left_of_the_output_by_the_adv
     Draft202012Validator(tool.output_schema).validate(result.structured_content)
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param({"anyOf": [{"required": ["file"]}, {"required": ["url"]}]}, id="anyOf"),
+        pytest.param({"oneOf": [{"required": ["file"]}, {"required": ["url"]}]}, id="oneOf"),
+        pytest.param({"allOf": [{"required": ["file"]}]}, id="allOf"),
+        pytest.param({"minProperties": 2}, id="minProperties"),
+        pytest.param({"dependentRequired": {"n": ["file"]}}, id="dependentRequired"),
+        pytest.param({"dependentSchemas": {"n": {"required": ["file"]}}}, id="dependentSchemas"),
+        pytest.param({"if": {"required": ["n"]}, "then": {"required": ["file"]}}, id="then"),
+        pytest.param({"if": {"required": ["file"]}, "else": {"required": ["url"]}}, id="else"),
+        pytest.param({"not": {"not": {"required": ["file"]}}}, id="not"),
+        pytest.param({"const": {"file": "AAAA", "n": 1}}, id="const"),
+    ],
+)
+async def test_what_is_left_of_the_output_keeps_whatever_is_said_of_the_file(
+    constraint: dict[str, Any], mode: str
+) -> None:
+    """The SDK's client refuses a result that breaks the advertised schema."""
+    properties = {"file": base64_of("image/png"), "n": {"type": "integer"}}
+    module = drawing({"file": "AAAA", "n": 1}, properties, required=["n"], **constraint)
+    async with connect({"t.file": module}, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("t.file", {})
+    assert [part.type for part in result.content] == ["text", "image"]
+    assert result.structured_content == {"n": 1}
+    assert not Draft202012Validator(tool.output_schema).is_valid({"n": "1"}), "the rest is still promised"
+
+
+async def test_a_file_of_one_variant_is_a_file() -> None:
+    picture = {"type": "object", "properties": {"file": base64_of("image/png")}, "required": ["file"]}
+    nothing = {"type": "object", "properties": {"reason": {"type": "string"}}, "required": ["reason"]}
+    module = FunctionalModule(lambda inputs, context: {"file": "AAAA"}, output_schema={"anyOf": [picture, nothing]})
+    async with connect({"t.either": module}) as client:
+        result = await client.call_tool("t.either", {})
+    assert [part.type for part in result.content] == ["text", "image"]
+    assert result.structured_content == {}
+
+
 async def test_what_is_no_base64_is_an_error_not_a_broken_image() -> None:
     module = drawing({"file": "data:image/png;base64,AAAA"}, {"file": base64_of("image/png")})
     async with connect({"t.broken": module}) as client:
@@ -111,8 +150,13 @@ async def test_what_is_no_base64_is_an_error_not_a_broken_image() -> None:
 
 
 @pytest.mark.parametrize("redact_output", [True, False])
-async def test_a_sensitive_file_is_redacted_like_any_field(redact_output: bool) -> None:
-    module = drawing({"face": "AAAA"}, {"face": base64_of("image/png", **{"x-sensitive": True})})
+@pytest.mark.parametrize("beside", [False, True], ids=["marked-itself", "marked-beside"])
+async def test_a_sensitive_file_is_redacted_like_any_field(redact_output: bool, beside: bool) -> None:
+    mark = {"x-sensitive": True}
+    if beside:
+        module = drawing({"face": "AAAA"}, {"face": base64_of("image/png")}, allOf=[{"properties": {"face": mark}}])
+    else:
+        module = drawing({"face": "AAAA"}, {"face": base64_of("image/png", **mark)})
     async with connect({"t.secret": module}, redact_output=redact_output) as client:
         result = await client.call_tool("t.secret", {})
     assert [part.type for part in result.content] == (["text"] if redact_output else ["text", "image"])

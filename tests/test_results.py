@@ -23,6 +23,7 @@ from uuid import UUID
 
 import pytest
 from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, Registry
+from apcore.policy import ExecutionPolicy, PolicyRule
 from conftest import ANYTHING, HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from jsonschema import Draft202012Validator
 from mcp.client import Client
@@ -361,8 +362,99 @@ PAIR = {"type": "object", "properties": {"pair": {"type": "array", "prefixItems"
 PATTERN = {"type": "object", "properties": {"count": NUMBER}, "patternProperties": {"^secret_": SECRET_NUMBER}}
 REST = {"type": "object", "properties": {"count": {}}, "additionalProperties": SECRET_NUMBER}
 
+SECRET = {"x-sensitive": True}
+PIN = {"properties": {"pin": SECRET_NUMBER}}
+OPEN_PIN, HIDDEN_PIN = {"a": 1, "pin": 918273645}, {"a": 1, "pin": REDACTED}
+TAGGED = [{"properties": {"kind": {"const": kind}, "pin": pin}} for kind, pin in (("a", NUMBER), ("b", SECRET_NUMBER))]
+
+
+def beside(**keywords: Any) -> dict[str, Any]:
+    """An output schema whose mark stands in a schema beside its properties."""
+    return {"type": "object", "properties": {"a": NUMBER}, **keywords}
+
+
+def held(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"p": schema}, "required": ["p"]}
+
+
 # An output schema, what the module returns, and what the client may see of it.
 ACCOUNTS: list[Any] = [
+    pytest.param(beside(**{"if": {"required": ["a"]}, "then": PIN}), OPEN_PIN, HIDDEN_PIN, id="then"),
+    pytest.param(beside(**{"if": {"required": ["b"]}, "else": PIN}), OPEN_PIN, HIDDEN_PIN, id="else"),
+    pytest.param(beside(**{"if": PIN}), OPEN_PIN, HIDDEN_PIN, id="if"),
+    pytest.param(beside(**{"not": {**PIN, "required": ["b"]}}), OPEN_PIN, HIDDEN_PIN, id="not"),
+    pytest.param(beside(dependentSchemas={"a": PIN}), OPEN_PIN, HIDDEN_PIN, id="dependentSchemas"),
+    pytest.param(beside(dependencies={"a": PIN, "b": ["a"]}), OPEN_PIN, HIDDEN_PIN, id="dependencies"),
+    pytest.param(beside(unevaluatedProperties=SECRET_NUMBER), OPEN_PIN, HIDDEN_PIN, id="unevaluatedProperties"),
+    pytest.param(
+        beside(allOf=[{"properties": {"pin": SECRET}}], additionalProperties=NUMBER),
+        OPEN_PIN,
+        HIDDEN_PIN,
+        id="what-another-schema-calls-a-plain-number",
+    ),
+    pytest.param(
+        beside(oneOf=TAGGED),
+        {"a": 1, "kind": "a", "pin": 918273645},
+        {"a": 1, "kind": "a", "pin": REDACTED},
+        id="in-one-variant-of-two",
+    ),
+    pytest.param(
+        held({"oneOf": [SECRET_NUMBER, {"type": "string", **SECRET}]}),
+        {"p": 918273645},
+        {"p": REDACTED},
+        id="in-both-variants",
+    ),
+    pytest.param(
+        held({"prefixItems": [NUMBER], "unevaluatedItems": SECRET_NUMBER}),
+        {"p": [1, 918273645]},
+        {"p": [1, REDACTED]},
+        id="unevaluatedItems",
+    ),
+    pytest.param(
+        held({"type": "array", "additionalItems": SECRET}), {"p": [918273645]}, {"p": [REDACTED]}, id="additionalItems"
+    ),
+    pytest.param(
+        held({"type": "array", "items": SECRET_NUMBER, "uniqueItems": True}),
+        {"p": [918273645, 9]},
+        {"p": [REDACTED, REDACTED]},
+        id="uniqueItems",
+    ),
+    pytest.param(
+        held({"type": "array", "uniqueItems": True, "items": {"properties": {"pin": SECRET}}}),
+        {"p": [{"pin": 918273645}, {"pin": 9}]},
+        {"p": [{"pin": REDACTED}] * 2},
+        id="unique-items-with-a-mark",
+    ),
+    pytest.param(
+        held({"type": "array", "contains": SECRET_NUMBER, "maxContains": 1}),
+        {"p": [1.5, 918273645]},
+        {"p": REDACTED},
+        id="contains",
+    ),
+    pytest.param(
+        held({"type": "array", "contains": PIN}), {"p": [{"pin": 918273645}]}, {"p": REDACTED}, id="deep-in-contains"
+    ),
+    pytest.param(
+        held({"type": "object", "propertyNames": SECRET}), {"p": {"918273645": 1}}, {"p": REDACTED}, id="propertyNames"
+    ),
+    pytest.param(
+        held({"type": "string", "contentMediaType": "application/json", "contentSchema": PIN}),
+        {"p": '{"pin": 918273645}'},
+        {"p": REDACTED},
+        id="contentSchema",
+    ),
+    pytest.param(
+        held({"const": {"pin": 918273645}, **PIN}),
+        {"p": {"pin": 918273645}},
+        {"p": {"pin": REDACTED}},
+        id="const-above",
+    ),
+    pytest.param(
+        held({"allOf": [{"type": "string", "pattern": "^S"}, {"enum": ["S3CR3T"], **SECRET}]}),
+        {"p": "S3CR3T"},
+        {"p": REDACTED},
+        id="allOf",
+    ),
     pytest.param(Account, ACCOUNT, SHOWN, id="model"),
     pytest.param(dict_schema(), NAMELESS, {key: SHOWN[key] for key in NAMELESS}, id="dict"),
     pytest.param(PAIR, {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}, id="one-place-of-a-tuple"),
@@ -384,6 +476,20 @@ async def test_sensitive_output_is_redacted_wherever_it_stands(
     Draft202012Validator(tool.output_schema).validate(shown)
     said = result.model_dump_json() + "".join(r.getMessage() for r in caplog.records if r.name.startswith("apcore_mcp"))
     assert [secret for secret in ("S3CR3T", "918273645", "2031-12-13") if secret in said] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "object", **SECRET}, {"anyOf": [{"type": "object", **SECRET}, held(NUMBER)]}],
+    ids=["plain", "any"],
+)
+async def test_an_output_that_is_sensitive_as_a_whole_promises_no_object(schema: dict[str, Any], mode: str) -> None:
+    async with connect({"demo.all": gives({"p": 918273645}, output_schema=schema)}, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("demo.all", {})
+    assert tool.output_schema is None
+    assert parsed(text_of(result)) == REDACTED
+    assert result.structured_content is None
 
 
 @pytest.mark.parametrize(("schema", "output", "shown"), ACCOUNTS)
@@ -552,10 +658,59 @@ async def test_a_tool_tells_what_its_module_declares(
     assert tool.input_schema["required"] == ["width", "made"]
     assert tool.annotations is not None
     assert tool.annotations.model_dump(include=set(DEFAULTS)) == {**DEFAULTS, **hints}
+    assert tool.annotations.title == "Resize", "where clients up to 2025-03-26 look for it"
     flags = {"requires_approval": False, "streaming": False, "cacheable": False, "paginated": False, **meta}
     expected = {**flags, "version": "2.1.0", "tags": ["image", "fast"]}
     told = {key: value for key, value in (tool.meta or {}).items() if key.startswith("apcore/")}
     assert told == {f"apcore/{key}": value for key, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("notice", "told"),
+    [
+        pytest.param({}, "", id="not"),
+        pytest.param(
+            {"deprecated_since": "1.2.0", "sunset_version": "2.0.0", "sunset_date": "2027-01-31",
+             "migration_guide": "Use image.scale."},
+            "\n\nDeprecated since 1.2.0, until 2.0.0, until 2027-01-31. Use image.scale.", id="everything",
+        ),
+        pytest.param({"sunset_date": "2027-01-31"}, "\n\nDeprecated until 2027-01-31.", id="date"),
+        pytest.param({"reason": "old"}, "\n\nDeprecated.", id="nothing-known"),
+        pytest.param({"deprecated_since": 1.2, "migration_guide": ["a"]}, "\n\nDeprecated since 1.2. ['a']", id="odd"),
+    ],
+)  # fmt: skip
+async def test_a_deprecated_module_says_so_to_every_agent(notice: dict[str, Any], told: str) -> None:
+    module = FunctionalModule(echo, description="Makes it smaller.", metadata={"x-deprecation": notice})
+    registry = registry_of({"image.resize": module})
+    async with connect(registry) as client:
+        (tool,) = (await client.list_tools()).tools
+    (function,) = to_openai_tools(registry)
+    assert tool.description == function["function"]["description"] == f"Makes it smaller.{told}"
+
+
+@pytest.mark.parametrize(
+    ("declared", "policy", "needed"),
+    [
+        pytest.param({}, ExecutionPolicy([PolicyRule("demo.*", requires_approval=True)]), True, id="rule"),
+        pytest.param({}, ExecutionPolicy([PolicyRule("other.*", requires_approval=True)]), False, id="other-rule"),
+        pytest.param({"destructive": True}, ExecutionPolicy(gate_destructive=True), True, id="destructive"),
+        pytest.param({"requires_approval": True}, ExecutionPolicy(), True, id="declared"),
+        pytest.param({"requires_approval": True}, ExecutionPolicy([PolicyRule("*", requires_approval=False)]), False,
+                     id="waived"),
+        pytest.param({"requires_approval": True}, None, True, id="no-policy"),
+    ],
+)  # fmt: skip
+async def test_approval_that_an_operator_demands_is_told_like_a_modules_own(
+    declared: dict[str, bool], policy: ExecutionPolicy | None, needed: bool
+) -> None:
+    executor = Executor(
+        registry_of({"demo.a": FunctionalModule(echo, annotations=ModuleAnnotations(**declared))}), policy=policy
+    )
+    async with connect(executor) as client:
+        (tool,) = (await client.list_tools()).tools
+    assert (tool.meta or {})["apcore/requires_approval"] is needed
+    (function,) = to_openai_tools(executor, embed_annotations=True)
+    assert ("requires_approval=true" in function["function"]["description"]) is needed
 
 
 async def test_a_streaming_module_is_marked() -> None:
@@ -611,6 +766,21 @@ IDS = ["demo.a_b.c1", LONG + ".one", LONG + ".two", "plain"]
 PORTABLE = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")
 CLAUDE = {"client_info": Implementation(name="claude-ai", version="1")}
 OTHER = {"client_info": Implementation(name="someone-else", version="1")}
+
+
+async def test_a_name_that_clients_may_refuse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """MCP, "Tools": names should have at most 128 characters; apcore's ids may have 192."""
+    modules = {"a" * 128: echo, "b" * 129: echo}
+    async with connect(modules, tool_names="portable") as client:
+        assert len((await client.list_tools()).tools) == 2
+    assert [
+        record for record in caplog.records if record.name == "apcore_mcp" and "b" * 129 in record.getMessage()
+    ] == []
+    async with connect(modules) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == [*modules]
+    (told,) = (r for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING)
+    assert "b" * 129 in told.getMessage()
+    assert "128" in told.getMessage()
 
 
 def answering() -> dict[str, Any]:
