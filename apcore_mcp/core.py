@@ -526,7 +526,7 @@ def _media(views: list[JSONSchema], redacts: bool) -> dict[str, str]:
     return found
 
 
-# What an output schema does not say of a result. Python's everyday patterns stop AJV, by which TypeScript clients go, and
+# What an output schema does not say of a result. Python's everyday patterns stop AJV, which TypeScript clients use, and
 # so do two of the others; it reads draft 7, which knows most of them not or in another sense. A format is checked by
 # these clients alone, and not as Python means it (times without a zone, addresses in Unicode); 1.13 is no multiple of
 # 0.01 where floats are not allowed for.
