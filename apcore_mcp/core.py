@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import fnmatch
@@ -65,7 +66,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
 from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult, CallbackApprovalHandler
 from apcore.builtin_steps import BuiltinApprovalGate
-from apcore.cancel import CancelToken, ExecutionCancelledError
+from apcore.cancel import CancelToken
 from apcore.context import Identity
 from apcore.decorator import FunctionModule
 from apcore.errors import (
@@ -2636,20 +2637,28 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _announced(bridge: _Bridge, where: str = "") -> AsyncIterator[None]:
-    """What is said and called while the server accepts: first when it begins to, then before it ends."""
+async def _announced(bridge: _Bridge, where: str = "", ended: asyncio.Future[Any] | None = None) -> AsyncIterator[None]:
+    """What is said and called while the server accepts: first when it begins to, then before it ends.
+
+    Where `ended` is done before `on_startup` is, that is cancelled; then `on_shutdown` is not called.
+    """
+    from anyio import CancelScope
+
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     logger.info("apcore-mcp server started: %d tools registered, transport=%s%s", count, options.transport, where)
-    await _call_back(options.on_startup)
+    with CancelScope() as starting:
+        if ended is not None:
+            ended.add_done_callback(lambda _: starting.cancel())
+        await _call_back(options.on_startup)
     try:
         yield
     finally:
         try:
-            await _call_back(options.on_shutdown)
+            await _call_back(None if starting.cancelled_caught else options.on_shutdown)
         except Exception:  # the server ends all the same, and in order
             logger.exception("on_shutdown failed")
         bridge.closing = True
@@ -2664,68 +2673,69 @@ def _where(options: _Options) -> str:
     return f", at {options.url}" + (f", explorer at {explorer}" if options.explorer else "")
 
 
-async def _run(options: _Options, stop: asyncio.Event, started: Callable[[], None]) -> None:
+async def _run(options: _Options, stop: Future[None], started: Callable[[], None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
-    serve_transport = _TRANSPORTS[options.transport]
-    async with (
-        _Bridge(options) as bridge,
-        serve_transport(bridge) as running,
-        _announced(bridge, _where(options)),
-    ):
-        started()
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+    async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
+        ends = {running, asyncio.wrap_future(stop)}
+        ended = asyncio.create_task(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
+        async with _announced(bridge, _where(options), ended):
+            started()
+            await ended
         if running.done():
             running.result()  # an error that ended the transport is the caller's to see
 
 
-class _WorkerThreads(ThreadPoolExecutor):
-    """Threads for sync modules: many, so that slow ones leave room, and daemons, so that one which never returns does
-    not keep the process. At most `limit`; more calls wait for one to be free.
+class _ModuleThreads(ThreadPoolExecutor):
+    """Threads for sync modules, each call with the context variables of the task that makes it.
+
+    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. More
+    calls than `limit` wait for a thread to be free; one that is told to end meanwhile is not begun.
     """
 
     def __init__(self, limit: int = 256) -> None:
         super().__init__(limit)
-        self._work_items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._free = threading.Semaphore(0)
-        self._unstarted = limit
+        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._idle, self._unstarted = threading.Semaphore(0), limit
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()
+        tokens = [arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token]
 
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # SystemExit included: the module's, not this thread's
-                    # A future would never end with StopIteration.
-                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+        def call() -> T:
+            for token in tokens:
+                token.check()
+            return fn(*args, **kwargs)
 
-        self._work_items.put(run)
-        if not self._free.acquire(blocking=False) and self._unstarted:
+        self._calls.put((future, functools.partial(contextvars.copy_context().run, call)))
+        if not self._idle.acquire(blocking=False) and self._unstarted:
             self._unstarted -= 1
             threading.Thread(target=self._work, daemon=True).start()
         return future
 
     def _work(self) -> None:
-        while run := self._work_items.get():
-            run()
-            del run
-            self._free.release()
-        self._work_items.put(None)  # for the next thread
+        while item := self._calls.get():
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # SystemExit included: the module's, not this thread's
+                    # A future would never end with StopIteration.
+                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            del item, future, call
+            self._idle.release()
+        self._calls.put(None)  # for the next thread
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._work_items.put(None)
+        self._calls.put(None)
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop`; a second one ends the process as if nobody had asked. Main thread only."""
+def _stopped_by_signals(stop: Future[None]) -> Iterator[None]:
+    """SIGINT and SIGTERM cancel `stop`; a second one ends the process as if nobody had asked. Main thread only."""
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        stop()
+        stop.cancel()
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)} if in_main_thread else {}
@@ -2736,31 +2746,14 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _block(
-    options: _Options,
-    started: Callable[[Callable[[], None]], None] = lambda stop: None,
-) -> None:
-    """Run a server on an event loop of its own until it ends. `started` is given what stops it, from any thread."""
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    loop.set_default_executor(_WorkerThreads())
-
-    def handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # A cancelled call does not wait for its thread, so nobody fetches what a module raises that was told to end.
-        if (error := context.get("exception")) is None:
-            loop.default_exception_handler(context)
-        elif not isinstance(error, ExecutionCancelledError):  # without its text, which may quote a sensitive value
-            trace = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("%s: %s\n%s", context["message"], type(error).__name__, trace)
-
-    loop.set_exception_handler(handle_exception)
-
-    def stop_from_any_thread() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: there is nothing left to stop
-            loop.call_soon_threadsafe(stop.set)
-
-    life = loop.create_task(_run(options, stop, lambda: started(stop_from_any_thread)))
+def _block(options: _Options, stop: Future[None], started: Callable[[], None] = lambda: None) -> None:
+    """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread."""
+    loop, threads = asyncio.new_event_loop(), _ModuleThreads()
+    loop.set_default_executor(threads)
+    loop.set_exception_handler(_log_quietly)
+    life = loop.create_task(_run(options, stop, started))
     try:
-        with _stopped_by_signals(stop_from_any_thread):
+        with _stopped_by_signals(stop):
             while not life.done():
                 try:
                     loop.run_until_complete(life)
@@ -2771,14 +2764,22 @@ def _block(
                     logger.error("A module raised %s; the server goes on", type(error).__name__)
     finally:
         # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
+        stop.cancel()
         loop.set_exception_handler(lambda *_: None)
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            loop.run_until_complete(asyncio.wait(tasks, timeout=1) if tasks else asyncio.sleep(0))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
+            tasks.add(loop.create_task(loop.shutdown_asyncgens()))
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+        threads.shutdown()
         loop.close()
+
+
+def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody awaits, as asyncio does, but not what it says: a module's task may quote a sensitive value."""
+    error = context.get("exception")
+    trace = "".join(traceback.format_tb(getattr(error, "__traceback__", None)))
+    logger.error("%s: %s\n%s", context["message"], type(error).__name__, trace)
 
 
 def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
@@ -2825,7 +2826,7 @@ class MCPServer:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._stop: Callable[[], None] | None = None
+        self._stop = Future[None]()
 
     def start(self) -> None:
         """Return once the server accepts clients; nothing happens when it does already.
@@ -2834,28 +2835,26 @@ class MCPServer:
         """
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
-                if self._stop is not None:
+                if not self._stop.cancelled():
                     return
                 self._thread.join()
-            started: Future[Callable[[], None]] = Future()
+            started, self._stop = Future[None](), Future[None]()
             self._thread = threading.Thread(target=self._live, args=(started,), name="apcore-mcp", daemon=True)
             self._thread.start()
-            self._stop = started.result()
+            started.result()
 
-    def _live(self, started: Future[Callable[[], None]]) -> None:
+    def _live(self, started: Future[None]) -> None:
         try:
-            _block(self._options, started.set_result)
+            _block(self._options, self._stop, lambda: started.set_result(None))
         except BaseException as error:  # whatever it is, it belongs to the thread that called start()
-            if not started.done():
-                started.set_exception(error)
-            else:
+            if started.done():
                 logger.exception("Server ended with an error")
+            else:
+                started.set_exception(error)
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given 5 seconds."""
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            stop()
+        self._stop.cancel()
 
     def wait(self) -> None:
         """Block until the server has ended."""
@@ -2886,4 +2885,4 @@ def serve(options: _Options) -> None:
         loop = asyncio.get_running_loop()
     if loop is not None:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    _block(options)
+    _block(options, Future())

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import logging
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,15 +21,16 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import Executor, Registry
-from conftest import HANDSHAKE, MODERN, connect, echo, free_port, registry_of, serving
+from apcore import Config, Executor, Middleware, Registry
+from conftest import HANDSHAKE, MODERN, RawClient, connect, echo, free_port, registry_of, serving
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
+from starlette.middleware import Middleware as ASGIMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import Mount
 from test_live import CountingRegistry
+from test_stdio import ended_well, wait_for_stderr
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve
@@ -197,7 +200,7 @@ def test_only_a_registry_or_an_executor_can_be_served(door: Callable[..., Any], 
         {"tags": ("a", "b"), "allowed_hosts": ("example.com",)},
         {"on_startup": print, "on_shutdown": None},
         {"output_formatter": str, "middleware": [], "instructions": "Ask before you write."},
-        {"middleware": [Middleware(GZipMiddleware, minimum_size=500)]},
+        {"middleware": [ASGIMiddleware(GZipMiddleware, minimum_size=500)]},
     ],
     ids=str,
 )
@@ -339,6 +342,80 @@ def test_a_start_that_fails_leaves_nothing_on_the_registry(door: Callable[..., A
     assert registry.listeners == before
 
 
+async def _exit() -> None:
+    sys.exit("of the callback")
+
+
+@pytest.mark.parametrize("callback", [lambda: sys.exit("of the callback"), _exit], ids=["sync", "async"])
+def test_an_on_startup_that_exits_ends_the_program_and_no_module_is_blamed(
+    callback: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="of the callback"):
+        serve(registry_of(), transport="streamable-http", port=free_port(), on_startup=callback)
+    assert "A module raised" not in caplog.text
+
+
+def test_a_server_can_be_stopped_from_its_own_on_startup() -> None:
+    calls: list[str] = []
+
+    def on_startup() -> None:
+        calls.append("up")
+        server.stop()
+
+    options: dict[str, Any] = {"transport": "streamable-http", "port": free_port()}
+    server = MCPServer(registry_of(), **options, on_startup=on_startup, on_shutdown=lambda: calls.append("down"))
+    for _ in range(2):
+        server.start()
+        server.wait()
+    assert calls == ["up", "down"] * 2
+
+
+def test_a_server_that_is_stopped_while_it_starts_ends_at_once() -> None:
+    """`on_startup` is cancelled, and may clean up; as it did not return, there is nothing to shut down."""
+    calls: list[str] = []
+    starting = threading.Event()
+
+    async def on_startup() -> None:
+        starting.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            calls.append("cleaned up")
+
+    options: dict[str, Any] = {"transport": "streamable-http", "port": free_port()}
+    server = MCPServer(registry_of(), **options, on_startup=on_startup, on_shutdown=lambda: calls.append("down"))
+    starter = threading.Thread(target=server.start, daemon=True)
+    starter.start()
+    assert starting.wait(15)
+    server.stop()
+    starter.join(timeout=15)
+    assert not starter.is_alive()
+    server.wait()
+    assert calls == ["cleaned up"]
+
+
+SLOW_START = """
+import asyncio, sys
+from apcore import Registry
+from apcore_mcp import serve
+
+async def on_startup():
+    print("starting", file=sys.stderr, flush=True)
+    await asyncio.sleep(60)
+
+serve(Registry(), transport=sys.argv[1], port=int(sys.argv[2]), on_startup=on_startup)
+"""
+
+
+@pytest.mark.parametrize("transport", ["stdio", "streamable-http", "sse"])
+def test_a_signal_does_not_wait_for_a_slow_on_startup(transport: str) -> None:
+    """NFR-REL-001."""
+    with RawClient([sys.executable, "-c", SLOW_START, transport, str(free_port())]) as client:
+        wait_for_stderr(client, "starting\n")
+        client.process.send_signal(signal.SIGTERM)
+        ended_well(client)
+
+
 @pytest.mark.parametrize("callback", [_fail, _fail_later], ids=["sync", "async"])
 def test_a_failing_on_shutdown_is_logged_and_the_server_still_ends(
     callback: Callable[[], Any], caplog: pytest.LogCaptureFixture
@@ -418,6 +495,52 @@ def test_a_server_restarts_on_its_port_and_leaves_no_thread_and_no_descriptor() 
         assert not thread.is_alive(), thread
     assert descriptors() <= before
     assert_free(port)
+
+
+async def test_a_sync_module_runs_in_a_thread_with_the_context_variables_of_its_call() -> None:
+    """As tracing and web frameworks need it: what a middleware sets is set in the module."""
+    tenant = contextvars.ContextVar("tenant", default="nobody")
+
+    class Tenant(Middleware):
+        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+            tenant.set(inputs["tenant"])
+
+    def tell(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"tenant": tenant.get(), "in_a_thread": threading.current_thread() is not server_thread}
+
+    executor = Executor(registry_of({"t.tell": tell}))
+    executor.use(Tenant())
+    async with connect(executor) as client:
+        server_thread = next(thread for thread in threading.enumerate() if thread.name == "apcore-mcp")
+        for name in ("one", "two"):
+            told = (await client.call_tool("t.tell", {"tenant": name})).structured_content
+            assert told == {"tenant": name, "in_a_thread": True}
+        assert tenant.get() == "nobody"
+
+
+async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_what_waits_too_long_never_runs() -> None:
+    """Calls that wait for a thread when their time is over have been answered so, and must not run after that."""
+    gate, began = threading.Event(), []
+
+    def block(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        began.append(1)
+        gate.wait(30)
+        return {}
+
+    registry = registry_of({"t.block": block, "t.echo": echo})
+    executor = Executor(registry, config=Config({"executor": {"default_timeout": 1000}}))
+    threads = threading.active_count()
+    with serving(executor, transport="sse") as url:  # one connection for all answers
+        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+            results = await asyncio.gather(*(client.session.call_tool("t.block", {}) for _ in range(300)))
+            told = {result.content[0].text for result in results}  # type: ignore[union-attr]
+            assert told == {"Module timed out after 1000ms"}
+            assert 6 < len(began) <= 256
+            assert threading.active_count() - threads < 256 + 20
+            before = len(began)
+            gate.set()
+            await client.call_tool("t.echo", {})  # when all that waited before has left the queue
+            assert len(began) == before
 
 
 async def test_a_running_call_is_answered_before_a_stopped_server_ends() -> None:
