@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import logging
 import os
@@ -98,6 +99,12 @@ def install(client: Client) -> str:
     return version_in(python, client.package) or "no version"
 
 
+@functools.cache
+def examples() -> int:
+    """How many tools the examples are."""
+    return len(json.loads(run([*SERVER, "--export", "mcp"]).stdout))
+
+
 def checks(client: Client, *target: str, names: list[str] = CHECKS, **environment: str) -> dict[str, str]:
     """What the client's script found at a URL, or with a server that it starts."""
     program = sys.executable if client.environment is None else str(CACHE / client.environment / "bin" / "python")
@@ -120,10 +127,11 @@ def row(client: Client) -> list[str]:
         name = f"{client.name} ({install(client)})"
     except (OSError, subprocess.SubprocessError) as error:
         return [client.name, f"not installed: {reason(error)}", *[""] * len(CHECKS)]
-    options = ["--tool-names", "portable"] if client.agent else []
-    found = {"stdio": checks(client, *SERVER, *options)}
+    options, tools = ["--tool-names", "portable"] if client.agent else [], str(examples())
+    found = {"stdio": checks(client, *SERVER, *options, TOOLS=tools)}
     with serving([*SERVER, *options, *HTTP]) as url, ThreadPoolExecutor(2) as two:
-        found |= zip(("HTTP", "HTTP beside it"), two.map(lambda _: checks(client, url), range(2)), strict=True)
+        both = two.map(lambda _: checks(client, url, TOOLS=tools), range(2))
+        found |= zip(("HTTP", "HTTP beside it"), both, strict=True)
     cells = []
     for check in CHECKS:
         wrong = [f"{way}: {told[check]}" for way, told in found.items() if told[check] not in ("yes", "-")]
