@@ -1757,9 +1757,11 @@ class _Explorer:
     def routes(self) -> list[BaseRoute]:
         from starlette.routing import Route
 
-        tools = f"{self._options.explorer_prefix}/tools"
+        prefix = self._options.explorer_prefix
+        tools = f"{prefix}/tools"
         return [
-            Route(f"{self._options.explorer_prefix}/", self.page),
+            Route(f"{prefix}/", self.page),
+            Route(f"{prefix}/server", self.server),
             Route(tools, self.tools),
             Route(f"{tools}/{{name}}", self.tool),
             Route(f"{tools}/{{name}}/call", self.call, methods=["POST"]),
@@ -1769,6 +1771,13 @@ class _Explorer:
         from starlette.responses import HTMLResponse
 
         return HTMLResponse(self._page, headers=self._headers)
+
+    async def server(self, request: Request) -> Response:
+        options = self._options
+        endpoint = f"{request.scope.get('root_path', '')}/{'sse' if options.transport == 'sse' else 'mcp'}"
+        facts = {"name": options.name, "version": options.version or __version__, "instructions": options.instructions}
+        facts |= {"transport": options.transport, "endpoint": endpoint, "allowExecute": options.allow_execute}
+        return self._answer(facts)
 
     async def tools(self, request: Request) -> Response:
         listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")
@@ -1780,9 +1789,7 @@ class _Explorer:
         if tool is None:
             return self._not_found(request)
         definition = tool.definition(portable=self._options.tool_names == "portable")
-        endpoint = None if self._options.transport == "sse" else f"{request.scope.get('root_path', '')}/mcp"
-        beside = {"documentation": _further(tool), "examples": _examples(tool)}
-        return self._answer({**definition, **beside, "allowExecute": self._options.allow_execute, "endpoint": endpoint})
+        return self._answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
 
     async def call(self, request: Request) -> Response:
         """Run a tool like any other call, by a client that cannot be asked; to go away cancels it."""

@@ -68,7 +68,7 @@ def test_the_page_is_where_the_prefix_says(transport: str, prefix: str) -> None:
         assert client.get(f"{at}/").headers["content-type"] == "text/html; charset=utf-8"
         assert client.get(at, follow_redirects=True).url.path == f"{at}/"
         assert len(client.get(f"{at}/tools").json()) == 4
-        assert client.get(f"{at}/tools/t.fail").json()["endpoint"] == (None if transport == "sse" else "/mcp")
+        assert client.get(f"{at}/server").json()["endpoint"] == ("/sse" if transport == "sse" else "/mcp")
         assert (client.get("/explorer/").status_code == 404) == (at != "/explorer")
 
 
@@ -78,6 +78,14 @@ def test_without_explorer_nothing_of_it_is_there(transport: str) -> None:
         assert httpx.get(f"{url}/explorer/").status_code == 404
         assert httpx.get(f"{url}/explorer/tools").status_code == 404
         assert httpx.post(f"{url}/explorer/tools/t.ask/call", json={}).status_code == 404
+
+
+def test_the_server_says_what_it_is() -> None:
+    options = {"name": "house", "version": "2.1", "instructions": "Knock.", "transport": "sse", "allow_execute": True}
+    with serving(registry_of(modules()), explorer=True, **options) as url:
+        told = httpx.get(f"{url}/explorer/server").json()
+    expected = {key: value for key, value in options.items() if key != "allow_execute"}
+    assert told == {**expected, "endpoint": "/sse", "allowExecute": True}
 
 
 def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
@@ -97,7 +105,7 @@ def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know(explore
     tool = explorer.get(f"/explorer/tools/{name}").json()
     assert tool["name"] == "image.resize"
     assert tool["inputSchema"] == SIZE
-    assert (tool["documentation"], tool["allowExecute"]) == ("# Resize", True)
+    assert tool["documentation"] == "# Resize"
     assert [(e["title"], e["inputs"]) for e in tool["examples"]] == [("small", {"width": 9, "day": "2026-02-03"})]
 
 
@@ -123,7 +131,7 @@ async def test_an_app_under_a_prefix_of_its_own_names_its_endpoint_in_full() -> 
         transport = httpx.ASGITransport(app=outer)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             assert (await client.get("/agents/explorer/")).status_code == 200
-            assert (await client.get("/agents/explorer/tools/t.ask")).json()["endpoint"] == "/agents/mcp"
+            assert (await client.get("/agents/explorer/server")).json()["endpoint"] == "/agents/mcp"
 
 
 # ---- What it runs ----
@@ -176,7 +184,7 @@ def test_wrong_input_is_told_with_its_field(explorer: httpx.Client) -> None:
 
 def test_execution_is_off_unless_allowed() -> None:
     with serving(registry_of(modules()), explorer=True) as url:
-        assert httpx.get(f"{url}/explorer/tools/t.fail").json()["allowExecute"] is False
+        assert httpx.get(f"{url}/explorer/server").json()["allowExecute"] is False
         for name in ("image.resize", "foo"):
             response = httpx.post(f"{url}/explorer/tools/{name}/call", json={"width": 1})
             assert (response.status_code, response.json()) == (403, {"error": "Tool execution is disabled"})
@@ -249,9 +257,9 @@ def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame_it(ex
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-@pytest.mark.parametrize("path", ["/explorer/", "/explorer/tools", "/explorer/tools/t.ask", "/explorer/tools/none"])
+@pytest.mark.parametrize("path", ["", "server", "tools", "tools/t.ask", "tools/none"])
 def test_no_answer_is_cached_sniffed_or_read_by_another_site(explorer: httpx.Client, path: str) -> None:
-    headers = explorer.get(path).headers
+    headers = explorer.get(f"/explorer/{path}").headers
     assert headers["cache-control"] == "no-store"
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["cross-origin-resource-policy"] == "same-origin"

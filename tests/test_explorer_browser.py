@@ -231,6 +231,41 @@ def test_lists_searches_and_links_to_every_tool(new_page: Callable[..., Page], u
     expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
+@pytest.mark.parametrize("screen", [{"width": 1280, "height": 800}, PHONE], ids=["wide", "phone"])
+def test_greets_with_what_the_server_is_and_how_to_connect(
+    new_page: Callable[..., Page], screen: dict[str, Any]
+) -> None:
+    options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
+    with serving(registry_of({"a.b": echo}), explorer=True, **options) as url:
+        page = new_page(viewport=screen)
+        page.goto(f"{url}/a/b/")
+        greeting = page.get_by_role("main")
+        expect(greeting.get_by_role("heading", level=2)).to_have_text("House")
+        expect(greeting).to_contain_text("version 2.1 · 1 tool · streamable HTTP")
+        expect(greeting).to_contain_text(
+            "Choose its tool to see what it takes and gives. Running tools is switched off"
+        )
+        expect(greeting.get_by_text(f"{url}/mcp", exact=True)).to_be_visible()
+        expect(page.get_by_role("alert")).to_have_count(0)
+        greeting.get_by_text("As JSON").click()
+        entry = {"mcpServers": {"House": {"type": "http", "url": f"{url}/mcp"}}}
+        assert json.loads(greeting.locator("pre").first.inner_text()) == entry
+        greeting.get_by_text("What an agent is told").click()
+        expect(greeting).to_contain_text("Knock." + EVIL)
+        assert page.evaluate("document.documentElement.scrollWidth") <= screen["width"]
+        page.get_by_role("link", name="a.b").click()
+        expect(greeting.get_by_role("heading", level=2)).to_have_text("a.b")
+
+
+def test_without_a_tool_it_says_what_to_do(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(), explorer=True, transport="sse") as url:
+        page = new_page()
+        page.goto(f"{url}/explorer/")
+        expect(page.get_by_role("main")).to_contain_text("0 tools · SSE (deprecated)")
+        expect(page.get_by_role("main")).to_contain_text("It lists no tools. Register modules")
+        expect(page.get_by_text(f"{url}/sse", exact=True)).to_be_visible()
+
+
 def test_500_tools_are_no_burden(new_page: Callable[..., Page]) -> None:
     many = {f"many.tool_{number}": echo for number in range(500)}
     with serving(registry_of(many), explorer=True) as url:
@@ -252,7 +287,7 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Cal
         page.get_by_role("button", name="Refresh").click()
         expect(page.get_by_role("heading", name="not.there")).to_be_visible()
         page.goto(f"{url}/explorer/#")
-        expect(page.get_by_text("Choose a tool from the list.")).to_be_visible()
+        expect(page.get_by_text("Choose one of its 2 tools")).to_be_visible()
     page.get_by_role("link", name="a.b").click()
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
@@ -516,6 +551,9 @@ def test_follows_light_and_dark_with_enough_contrast(
     background, poor = page.evaluate(CONTRAST)
     assert background == paper
     assert poor == [], "WCAG AA asks for 4.5 : 1"
+    page.goto(f"{url}/explorer/#")
+    expect(page.get_by_role("heading", name="Connect a client")).to_be_visible()
+    assert page.evaluate(CONTRAST)[1] == []
 
 
 # ---- Hostile modules: nothing that they say is ever interpreted ----
