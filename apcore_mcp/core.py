@@ -658,12 +658,14 @@ def _failure(text: str, code: str, **report: Any) -> dict[str, Any]:
 
 def _check(value: Any, validator: Draft202012Validator, what: str) -> None:
     """Raise apcore's SchemaValidationError for a value that an advertised schema refuses; it is "Input" or "Output"."""
-    errors = [
-        {"field": ".".join(map(str, e.absolute_path)), "code": e.validator, "message": e.message}
-        for e in validator.iter_errors(value)
-    ]
+    found = validator.iter_errors(value)
+    errors = [{"field": _dotted(*e.absolute_path), "code": e.validator, "message": e.message} for e in found]
     if errors:
         raise SchemaValidationError(f"{what} validation failed: {errors}", errors)
+
+
+def _dotted(*steps: object) -> str:
+    return ".".join(_text_of(step) for step in steps if step != "")
 
 
 class _ErrorMapper:
@@ -694,8 +696,7 @@ class _ErrorMapper:
             flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
             return _failure(text, code, **{key: flag for key, flag in flags.items() if isinstance(flag, bool)} | report)
         except BaseException as another:  # an error of a module's own class may do anything when it is looked at
-            frames = "".join(traceback.format_tb(another.__traceback__))
-            self._log(error, f"(cannot be read)\n{frames}", withheld=True)
+            self._log(error, f"(raised {type(another).__name__} when it was looked at)", withheld=True)
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
     def _is_sensitive(self, error: BaseException, side: str) -> bool:
@@ -707,14 +708,11 @@ class _ErrorMapper:
         return any(_marks_sensitive(each if isinstance(each, dict) else each.model_json_schema()) for each in schemas)
 
     def _log(self, error: BaseException, text: str, withheld: bool) -> None:
-        unexpected = None if isinstance(error, ModuleError) else error
+        unexpected = not isinstance(error, ModuleError)
         if withheld and unexpected:
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            text, unexpected = f"(not shown: it may quote sensitive values)\n{frames}", None
-        elif not withheld:
-            text = _text_of(error)
-        told = self._tool.module_id, type(error).__name__, text
-        logger.error("Tool call error: %s - %s: %s", *told, exc_info=unexpected)
+            text = f"(not shown: it may quote sensitive values)\n{''.join(traceback.format_tb(error.__traceback__))}"
+        told = self._tool.module_id, type(error).__name__, text if withheld else _text_of(error)
+        logger.error("Tool call error: %s - %s: %s", *told, exc_info=error if unexpected and not withheld else None)
 
     def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
         """What the client is told, and what else there is to report."""
@@ -742,7 +740,9 @@ class _ErrorMapper:
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
         of_output = step == "output_validation" or _text_of(error.message).startswith("Output")
         errors = [_field_error(entry) for entry in error.details.get("errors") or ()]
-        self._name_missing(() if of_output else errors)
+        others = [e for e in errors if e["code"] != "required"]
+        if not of_output and len(others) < len(errors):
+            errors = others + self._missing() or errors
         for e in errors if withheld or of_output else ():  # a message may quote the value, a part or the parent of it
             e["message"] = "Field required" if e["code"] == "required" else "Value is not valid"
         lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
@@ -750,16 +750,12 @@ class _ErrorMapper:
         report = {"error_details": {"errors": errors}} if errors else {}
         return "\n".join([title, *lines]), {**report, "user_fixable": False} if of_output else report
 
-    def _name_missing(self, errors: Iterable[dict[str, str]]) -> None:
-        """apcore reports a missing field at its parent, without its name."""
-        missing: dict[str, list[str]] = {}
-        for e in self._tool.validator.iter_errors(self._arguments):
-            if e.validator == "required":
-                absent = [name for name in e.validator_value if name not in e.instance]
-                missing[".".join(map(str, e.absolute_path))] = absent
-        for entry in errors:
-            if entry["code"] == "required" and (names := missing.get(entry["field"])):
-                entry["field"] = ".".join(filter(None, (entry["field"], names.pop(0))))
+    def _missing(self) -> list[dict[str, str]]:
+        """The missing arguments, of which apcore only reports where they should be."""
+        found = [e for e in self._tool.validator.iter_errors(self._arguments) if e.validator == "required"]
+        fields = [(e, name) for e in found for name in e.validator_value if name not in e.instance]
+        names = dict.fromkeys(_dotted(*e.absolute_path, name) for e, name in fields)
+        return [{"field": name, "code": "required", "message": "Field required"} for name in names]
 
 
 def _field_error(entry: Any) -> dict[str, str]:
@@ -769,10 +765,8 @@ def _field_error(entry: Any) -> dict[str, str]:
     """
     if not isinstance(entry, dict):
         entry = {"message": entry}
-    steps = _text_of(entry.get("path", "")).split("/")
-    path = ".".join(step.replace("~1", "/").replace("~0", "~") for step in steps if step)
-    code = entry.get("code") or entry.get("keyword") or "invalid"
-    told = {"field": entry.get("field", path), "code": code, "message": entry.get("message", "")}
+    path, code = _dotted(*_text_of(entry.get("path", "")).split("/")), entry.get("keyword") or "invalid"
+    told = {"field": entry.get("field", path), "code": entry.get("code") or code, "message": entry.get("message", "")}
     return {key: _text_of(value) for key, value in told.items()}
 
 
@@ -780,42 +774,31 @@ def _field_error(entry: Any) -> dict[str, str]:
 
 _TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
 _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
-_PATTERN_TEXTS = "a A 1 abc ABC 123 1234 12345 1.0.0 1.50 12:00 2025-01 en EUR en-US A1 A-1 ABC-123 ABC-1234"
-
-
-def _likely(schema: JSONSchema) -> Iterator[Any]:
-    """Values that `schema` may accept, those first that tell most of it."""
-    schema = functools.reduce(lambda merged, part: {**part, **merged}, schema.get("allOf", ()), schema)
-    yield from (schema[key] for key in ("const", "default") if key in schema)
-    yield from (*schema.get("examples", ()), *schema.get("enum", ()))
-    own = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        yield from _likely({**branch, **own})
-    if schema.keys() & {"properties", "required"}:
-        fields, required = schema.get("properties", {}), schema.get("required", ())
-        yield {name: value for name in required for value in _samples(fields.get(name, {}))}
-    for text in (_TEXTS.get(schema.get("format", ""), "text"), *_TEXTS.values(), *_PATTERN_TEXTS.split()):
-        yield text.ljust(min(schema.get("minLength", 0), 1_000), "x")[: schema.get("maxLength")]
-    low: Any = schema.get("minimum", schema.get("exclusiveMinimum", 1))
-    step, high = schema.get("multipleOf", 1), schema.get("maximum", schema.get("exclusiveMaximum", low))
-    yield from ((multiple := -(-low // step) * step), multiple + step, high, (low + high) / 2, True)
-    first = [value for item in schema.get("prefixItems", ()) for value in _samples(item)]
-    yield first + _samples(schema.get("items", {})) * (min(schema.get("minItems", 1), 1_000) - len(first))
-    yield from ([], {}, None)
+_MORE_TEXTS = "a A 1 abc ABC 123 12345 1.0.0 2025-01 en-US A1 ABC-123 ABC-1234".split()  # one may fit a pattern
+_UNIONS = ("anyOf", "oneOf", "allOf")
 
 
 def _samples(schema: JSONSchema) -> list[Any]:
-    """The most telling value that `schema` accepts, if one can be made up."""
-    with contextlib.suppress(Exception):  # StopIteration, or what a schema's odd numbers lead to
-        return [next(value for value in _likely(schema) if _is_valid(value, schema))]
-    return []
+    """A value that `schema` accepts, as telling as can be made up; none when none is found."""
+    values = [schema[key] for key in ("const", "default") if key in schema]
+    values += [*schema.get("examples", ()), *schema.get("enum", ())]
+    values += [value for part in _branches(schema, _UNIONS) for value in _samples(part)]
+    if "properties" in schema:
+        given = ((name, schema["properties"].get(name, {})) for name in schema.get("required", ()))
+        values.append({name: value for name, field in given for value in _samples(field)})
+    for text in (_TEXTS.get(schema.get("format", ""), "text"), *_MORE_TEXTS):
+        values.append(text.ljust(min(schema.get("minLength", 0), 1_000), "x")[: schema.get("maxLength")])
+    values += [schema[key] for key in ("minimum", "maximum", "multipleOf") if key in schema]
+    items = _samples(schema["items"]) if "items" in schema else ["text"]
+    values += [1, 0.5, True, items * min(schema.get("minItems", 1), 1_000), [], {}, None]
+    return [value for value in values if _is_valid(value, schema)][:1]
 
 
 def _examples(tool: _Tool) -> list[dict[str, Any]]:
-    """The module's own examples in plain JSON types, if JSON can say them."""
+    """The module's own examples that are valid calls, in plain JSON types."""
     with contextlib.suppress(Exception):  # they are whatever a module lists
-        plain = from_json(_to_text(tool.descriptor.examples), allow_inf_nan=False)
-        return [each for each in plain if isinstance(each, dict) and isinstance(each.get("inputs"), dict)]
+        examples = from_json(_to_text(tool.descriptor.examples), allow_inf_nan=False)
+        return [each for each in examples if tool.validator.is_valid(each["inputs"])]
     return []
 
 
@@ -833,11 +816,10 @@ def _fields(schema: JSONSchema) -> str:
     """A schema as a table of its properties and as JSON."""
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
     for name, field in schema.get("properties", {}).items():
-        views = field, *_branches(field, ("anyOf", "oneOf", "allOf"))
-        kinds = " or ".join(dict.fromkeys(kind for view in views for kind in _types(view))) or "any"
-        needed = "Yes" if name in schema.get("required", ()) else "No"
-        sample = "".join(f"`{_to_text(value)}`" for value in _samples(field))
-        cells = (f"`{name}`", kinds, needed, str(field.get("description", "")), sample)
+        types = dict.fromkeys(each for view in (field, *_branches(field, _UNIONS)) for each in _types(view))
+        kinds, needed = " or ".join(types) or "any", "Yes" if name in schema.get("required", ()) else "No"
+        sample = "".join(f"`{_to_text(each)}`" for each in _samples(field))
+        cells = (f"`{name}`", kinds, needed, field.get("description", ""), sample)
         rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
     if len(rows) == 2:
         others = schema.get("additionalProperties", "properties" not in schema)
@@ -845,53 +827,38 @@ def _fields(schema: JSONSchema) -> str:
     return "\n".join([*rows, "", _fenced(schema)])
 
 
-def _purpose(tool: _Tool) -> str:
-    # Its headings one level below this document's; what looks like one inside of code is a comment.
-    headings = re.compile(r"^```.*?^```|^#{1,6} ", re.MULTILINE | re.DOTALL)
-    further = headings.sub(lambda mark: mark[0] if mark[0][0] == "`" else f"###{mark[0]}"[-7:], _further(tool))
-    return f"{tool.told.description}\n\n{further}".strip()
-
-
-def _usage(tool: _Tool) -> str:
-    inputs = [example["inputs"] for example in _examples(tool) if tool.validator.is_valid(example["inputs"])]
-    calls = [
-        {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool.module_id, "arguments": each}}
-        for each in inputs or _samples(tool.input_schema)
-    ]
-    return "\n\n".join(map(_fenced, calls)) or "None can be made up from the schema."
-
-
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    descriptor, annotations = tool.descriptor, tool.annotations
-    codes = ["SCHEMA_VALIDATION_ERROR", "ACL_DENIED", "MODULE_TIMEOUT", "EXECUTION_CANCELLED", "MODULE_EXECUTE_ERROR"]
-    codes += ["APPROVAL_DENIED", "APPROVAL_TIMEOUT"] if annotations.requires_approval else []
-    told = {**_SENTENCES, "SCHEMA_VALIDATION_ERROR": "Input validation failed: each wrong field, and why"}
-    told |= {"MODULE_TIMEOUT": "Module timed out", "MODULE_EXECUTE_ERROR": _UNEXPECTED}
-    again = "it only reads" if annotations.readonly else "to call it again changes nothing more"
-    idempotent = annotations.readonly or annotations.idempotent
+    known = tool.annotations
+    again = "it only reads" if known.readonly else "to call it again changes nothing more"
     notes = {
-        "It only reads.": annotations.readonly,
-        "It may destroy data that cannot be brought back.": annotations.destructive,
-        "A person has to approve each call.": annotations.requires_approval,
-        "It reaches systems outside of this one.": annotations.open_world,
+        "It only reads.": known.readonly,
+        "It may destroy data that cannot be brought back.": known.destructive,
+        "A person has to approve each call.": known.requires_approval,
+        "It reaches systems outside of this one.": known.open_world,
         "It takes sensitive values, which are kept out of messages and logs.": tool.has_sensitive_input,
         "It returns sensitive values, which are replaced by `***REDACTED***`.": bool(tool.sensitive_output),
     }
+    errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
     files = [f"`{name}` comes beside it, as content of type `{kind}`." for name, kind in tool.media.items()]
     returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
+    inputs = [each["inputs"] for each in _examples(tool)] or _samples(tool.input_schema)
+    calls = [{"method": "tools/call", "params": {"name": tool.module_id, "arguments": each}} for each in inputs]
+    usage = "\n\n".join(_fenced({"jsonrpc": "2.0", "id": 1, **call}) for call in calls)
+    further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
+    name = f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {tool.descriptor.version}"
     sections = {
-        "Tool Purpose and Description": _purpose(tool),
-        "Invocation Name": f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {descriptor.version}",
+        "Tool Purpose and Description": f"{tool.told.description}\n\n{further}".strip(),
+        "Invocation Name": name,
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
-        "Error Handling": "\n".join(f"- `{code}`: {told[code]}" for code in codes),
-        "Idempotency": f"Idempotent: {again}." if idempotent else "Not idempotent: each call may have its own effect.",
-        "Usage Examples (for MCP context)": _usage(tool),
+        "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
+        "Idempotency": f"Idempotent: {again}." if known.readonly or known.idempotent else "Not idempotent.",
+        "Usage Examples (for MCP context)": usage or "None can be made up from the schema.",
         "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
     }
     text = "\n\n".join(f"### {n}. {title}\n\n{body}" for n, (title, body) in enumerate(sections.items(), 1))
-    return f"## {descriptor.name or tool.module_id}\n\n{text}\n"
+    return f"## {tool.descriptor.name or tool.module_id}\n\n{text}\n"
 
 
 # ---- Catalog: the registry as a list of tools that follows it; any thread ----
@@ -1773,11 +1740,10 @@ class _Explorer:
         return HTMLResponse(self._page, headers=self._headers)
 
     async def server(self, request: Request) -> Response:
-        options = self._options
-        endpoint = f"{request.scope.get('root_path', '')}/{'sse' if options.transport == 'sse' else 'mcp'}"
-        facts = {"name": options.name, "version": options.version or __version__, "instructions": options.instructions}
-        facts |= {"transport": options.transport, "endpoint": endpoint, "allowExecute": options.allow_execute}
-        return self._answer(facts)
+        options, root = self._options, request.scope.get("root_path", "")
+        told: dict[str, Any] = {key: getattr(options, key) for key in ("name", "transport", "instructions")}
+        told |= {"version": options.version or __version__, "allowExecute": options.allow_execute}
+        return self._answer({**told, "endpoint": f"{root}/{'sse' if options.transport == 'sse' else 'mcp'}"})
 
     async def tools(self, request: Request) -> Response:
         listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")

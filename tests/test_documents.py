@@ -152,7 +152,7 @@ class Takes:
         pytest.param("Takes it. And more.", "Takes it.\n\nAnd more.", id="a-sentence"),
         pytest.param("Takes it.all", "Takes it.\n\nTakes it.all", id="another-word"),
         pytest.param("More", "Takes it.\n\nMore", id="something-else"),
-        pytest.param("# A\n```sh\n# b\n```\n## C", "Takes it.\n\n#### A\n```sh\n# b\n```\n##### C", id="headings"),
+        pytest.param("# A\n\n## C", "Takes it.\n\n#### A\n\n##### C", id="headings"),
     ],
 )
 def test_the_purpose_is_told_once(
@@ -178,10 +178,8 @@ FIELDS = {
     "Field(pattern='^the one and only$')": False,
     "Field(json_schema_extra={'type': 'number', 'exclusiveMinimum': 0, 'exclusiveMaximum': 1})": True,
     "Field(json_schema_extra={'type': 'integer', 'maximum': -5, 'multipleOf': 5})": True,
-    "Field(json_schema_extra={'type': 'array', 'prefixItems': [{'type': 'null'}], 'minItems': 3})": True,
     "Field(json_schema_extra={'type': 'string', 'minLength': 10 ** 13})": False,
     "Field(json_schema_extra={'type': 'array', 'minItems': 10 ** 13})": False,
-    "Field(json_schema_extra={'type': 'number', 'multipleOf': 5e-324, 'minimum': 10 ** 400})": False,
     "Field(json_schema_extra={'not': {}})": False,
 }
 

@@ -40,7 +40,7 @@ def modules() -> dict[str, Any]:
             description="Resize an image",
             documentation="Resize an image\n\n# Resize",
             annotations=ModuleAnnotations(idempotent=True, requires_approval=True),
-            examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"not": "one"}],
+            examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"inputs": {}}],
         ),
         "t.draw": FunctionalModule(lambda inputs, context: {"picture": "AAAA", "n": 1}, output_schema=drawing),
         "t.fail": fail,
