@@ -74,13 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
     owns_stdout = export or options["transport"] == "stdio"
     try:
+        checked = _Options(Registry(extensions_dir=directory), **options)
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
-            registry = Registry() if export == "client" else _discover(directory)
+            if export != "client":
+                _discover(directory, checked.registry)
             if not export:
-                serve(registry, **options)
+                serve(checked.registry, **options)
                 return 0
             again = ["--extensions-dir", directory, *own.parse_known_args(argv)[1]]
-            exported = _export(_Options(registry, **options), export, again)
+            exported = _export(checked, export, again)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is
         print(exported, flush=True)

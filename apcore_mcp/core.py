@@ -79,13 +79,7 @@ from apcore.errors import (
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
-from apcore.registry import (
-    DEFAULT_MODULE_VERSION,
-    DiscoveredModule,
-    load_metadata,
-    scan_extensions,
-    validate_module,
-)
+from apcore.registry import DiscoveredModule, load_metadata, scan_extensions, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -2551,12 +2545,11 @@ def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
     return entry
 
 
-def _discover(directory: str) -> Registry:
-    """A registry of what the files below `directory` define, and of what its `*.binding.yaml` files bind.
+def _discover(directory: str, registry: Registry) -> None:
+    """Register what the files below `directory` define, and what its `*.binding.yaml` files bind.
 
     What cannot be loaded is left out with a WARNING.
     """
-    registry = Registry(extensions_dir=directory)
     for file in sorted(scan_extensions(Path(directory)), key=lambda file: file.canonical_id):
         with _left_out(file.file_path):
             for module_id, module, metadata in _defined(file):
@@ -2566,14 +2559,13 @@ def _discover(directory: str) -> Registry:
                     module = module() if inspect.isclass(module) else module
                     # Given a version, apcore neither stumbles over one that is a number, nor keeps the id of a module
                     # for ever that raises SystemExit in `on_load`.
-                    version = str(metadata.get("version") or getattr(module, "version", None) or DEFAULT_MODULE_VERSION)
+                    version = str(metadata.get("version") or getattr(module, "version", None) or "1.0.0")
                     registry.register(module_id, module, version, metadata)
     for path in sorted(Path(directory).rglob("*.binding.yaml")):
         if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
             sys.path.append(str(path.parent))
         with _left_out(path):
             BindingLoader().load_bindings(str(path), registry)
-    return registry
 
 
 def _defined(file: DiscoveredModule) -> Iterator[tuple[str, Any, dict[str, Any]]]:

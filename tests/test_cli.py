@@ -103,6 +103,11 @@ def exported_names(output: str) -> list[str]:
         pytest.param(["--version", ""], "version must not be empty", id="no-version"),
         pytest.param(["--instructions", ""], "instructions must not be empty", id="no-instructions"),
         pytest.param(["--host", ""], "Host must not be empty", id="no-host"),
+        pytest.param(
+            ["--explorer-prefix", "/mcp"],
+            "explorer_prefix must not be one of /mcp, /sse, /messages, /health, /metrics",
+            id="prefix-of-ours",
+        ),
         pytest.param(["--prefix", ""], "prefix must not be empty", id="no-prefix"),
         pytest.param(["--tags", "public", ""], "Tag values must not be empty", id="no-tag"),
     ],
@@ -112,11 +117,13 @@ def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
 ) -> None:
     (tmp_path / "f").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "ran.py").write_text("open(__file__[:-3], 'w')")
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     status = main(["--extensions-dir", str(tmp_path / "empty"), "--transport", "streamable-http", *arguments])
     printed = capsys.readouterr()
     assert (status, printed.out) == (1, "")
     assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
+    assert not (tmp_path / "empty" / "ran").exists()
 
 
 @pytest.mark.parametrize(
