@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from apcore import Registry
 
@@ -47,34 +46,33 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return own, parser
 
 
-def _refusal(arguments: argparse.Namespace) -> str | None:
-    """Why the arguments cannot be served, in the words of SRS FR-CLI-002, -004 and -005."""
-    path, name = arguments.extensions_dir, arguments.name
+def _check(options: dict[str, Any]) -> None:
+    """ValueError for what cannot be served, in the words of SRS FR-CLI-002, -004 and -005."""
+    path, name = options["extensions_dir"], options["name"]
     refusals = {
         "extensions directory must not be empty": not path,  # it would be the working directory, whatever is in it
         f"extensions directory does not exist: {path}": not os.path.exists(path),
         f"extensions path is not a directory: {path}": not os.path.isdir(path),
-        "port must be between 1 and 65535": not 1 <= arguments.port <= 65535,
+        "port must be between 1 and 65535": not 1 <= options["port"] <= 65535,
         "server name must not be empty": not name,
         "server name must not exceed 255 characters": len(name) > 255,
     }
-    return next((refusal for refusal, holds in refusals.items() if holds), None)
+    for refusal in (refusal for refusal, holds in refusals.items() if holds):
+        raise ValueError(refusal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, discover, serve; the exit status."""
     own, parser = _parsers()
-    arguments = parser.parse_args(argv)
-    if refusal := _refusal(arguments):
-        return _fail(refusal, 1)
-    options = vars(arguments)
-    directory, export = os.path.abspath(options.pop("extensions_dir")), options.pop("export")
+    options = vars(parser.parse_args(argv))
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("apcore_mcp").setLevel(options["log_level"])
-    # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
-    owns_stdout = export or options["transport"] == "stdio"
     try:
+        _check(options)
+        directory, export = os.path.abspath(options.pop("extensions_dir")), options.pop("export")
         checked = _Options(Registry(extensions_dir=directory), **options)
+        # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
+        owns_stdout = export or checked.transport == "stdio"
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
             if export != "client":
                 _discover(directory, checked.registry)
@@ -83,19 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             again = ["--extensions-dir", directory, *own.parse_known_args(argv)[1]]
             exported = _export(checked, export, again)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is
+        cast(Any, sys.stdout).reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is
         print(exported, flush=True)
-    except (TypeError, ValueError) as error:
-        return _fail(str(error), 1)
-    except (OSError, RuntimeError) as error:
-        return _fail(str(error), 2)
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TypeError | ValueError) else 2
     return 0
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"Error: {message}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

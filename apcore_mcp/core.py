@@ -32,11 +32,9 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-import fnmatch
 import functools
 import glob
 import hashlib
-import importlib.util
 import inspect
 import ipaddress
 import json
@@ -68,7 +66,6 @@ from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest,
 from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.cancel import CancelToken
 from apcore.context import Identity
-from apcore.decorator import FunctionModule
 from apcore.errors import (
     ApprovalDeniedError,
     ErrorCodeRegistry,
@@ -79,7 +76,7 @@ from apcore.errors import (
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
-from apcore.registry import DiscoveredModule, load_metadata, scan_extensions, validate_module
+from apcore.registry import DiscoveredModule, load_metadata, resolve_entry_point, scan_extensions, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -407,6 +404,8 @@ class _Tool:
         self.annotations = self.told.annotations
         self.sensitive_output: JSONSchema = {}  # what results are redacted by; {} when nothing is sensitive
         self.media: dict[str, str] = {}  # output properties that are sent as files, with their media types
+        if len(self.module_id) > _MCP_NAME_MAX:
+            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
         if returned := self._convert_output(options.redact_output):
             definition["outputSchema"] = returned
@@ -448,8 +447,6 @@ class _Tool:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
         if portable:
             return {**self._definition, "name": _portable_name(self.module_id)}
-        if len(self.module_id) > _MCP_NAME_MAX:
-            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         return self._definition
 
 
@@ -872,15 +869,6 @@ def _left_out(what: object) -> Iterator[None]:
         logger.warning("%s is left out: %s: %s", what, type(error).__name__, told)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """What is listed at one moment."""
-
-    tools: dict[str, _Tool]  # by module id, sorted
-    by_name: dict[str, _Tool]  # in either spelling
-    listings: dict[bool, list[dict[str, Any]]]  # portable or not, as soon as somebody has asked
-
-
 class _ToolCatalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
@@ -891,7 +879,7 @@ class _ToolCatalog:
 
     def __init__(self, options: _Options) -> None:
         self._registry, self._options, self._lock = options.registry, options, threading.Lock()
-        self._table = _Table({}, {}, {})
+        self._by_name: dict[str, _Tool] = {}  # sorted by module id, then the other spellings
         self._changed = deque(self._registry.list())
         self._closed = threading.Event()
 
@@ -913,18 +901,15 @@ class _ToolCatalog:
     @property
     def tools(self) -> dict[str, _Tool]:
         """The listed tools by module id, sorted by it."""
-        return self._now().tools
+        return {name: tool for name, tool in self._now().items() if name == tool.module_id}
 
     def find(self, name: str) -> _Tool | None:
         """The listed tool that a client calls `name`, in either spelling."""
-        return self._now().by_name.get(name)
+        return self._now().get(name)
 
     def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
-        """The tools as `tools/list` sends them; built once per change, so not to be written to."""
-        table = self._now()
-        if portable not in table.listings:
-            table.listings[portable] = [tool.definition(portable=portable) for tool in table.tools.values()]
-        return table.listings[portable]
+        """The tools as `tools/list` sends them, not to be written to."""
+        return [tool.definition(portable=portable) for tool in self.tools.values()]
 
     def each(self, make: Callable[[_Tool], T]) -> list[T]:
         """What `make` gives for each listed tool; one for which it fails is left out with a WARNING."""
@@ -938,16 +923,16 @@ class _ToolCatalog:
         self._changed.append(module_id)
         self._on_change()
 
-    def _now(self) -> _Table:
+    def _now(self) -> dict[str, _Tool]:
         with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
             if self._changed:
                 changed = {self._changed.popleft() for _ in range(len(self._changed))}
                 built = map(self.build, changed & {*self._registry.list(prefix=self._options.prefix)})
-                kept = (tool for module_id, tool in self._table.tools.items() if module_id not in changed)
+                kept = (tool for tool in self._by_name.values() if tool.module_id not in changed)
                 tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
-                by_name = {_portable_name(module_id): tool for module_id, tool in tools.items()} | tools
-                self._table = _Table(dict(sorted(tools.items())), by_name, {})
-            return self._table
+                portable = {_portable_name(module_id): tool for module_id, tool in tools.items()}
+                self._by_name = dict(sorted(tools.items())) | {**portable, **tools}
+            return self._by_name
 
     def build(self, module_id: str) -> _Tool | None:
         with _left_out(f"Module {module_id}"):
@@ -972,25 +957,23 @@ class _ToolCatalog:
     def _follow_files(self, look: dict[str, Any]) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             before, look = look, _look_at_files(self._registry)
-            for path in sorted(path for path in {*before, *look} if before.get(path) != look.get(path)):
+            for path in sorted({path for path, _ in before.items() ^ look.items()}):
+                path = path.replace("_meta.yaml", ".py")
                 with _left_out(path):
                     # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
                     self._note_change(_reload(self._registry, path))
 
 
-def _look_at_files(registry: Registry) -> dict[str, Any]:
-    """Size and time of each file that may hold a module, and of the metadata beside it."""
-    roots = [os.path.realpath(root["root"]) for root in cast(Any, registry)._extension_roots]  # no public name
-    folders = [(folder, names) for root in roots for folder, _, names in os.walk(root)]
-    paths = [os.path.join(folder, name) for folder, names in folders for name in fnmatch.filter(names, "[!._]*.py")]
-    return {path: (_size_and_time(path), _size_and_time(f"{path[:-3]}_meta.yaml")) for path in paths}
-
-
-def _size_and_time(path: str) -> tuple[int, int] | None:
-    with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns
-    return None
+def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
+    """Size and time of each file that may hold a module, or what is said of one."""
+    look = {}
+    for root in cast(Any, registry)._extension_roots:  # no public name
+        for folder, _, names in os.walk(os.path.realpath(root["root"])):
+            for name in (name for name in names if re.fullmatch(r"[^._].*(\.py|_meta\.yaml)", name)):
+                with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
+                    found = os.stat(path := os.path.join(folder, name))
+                    look[path] = found.st_size, found.st_mtime_ns
+    return look
 
 
 def _reload(registry: Registry, path: str) -> str:
@@ -999,12 +982,12 @@ def _reload(registry: Registry, path: str) -> str:
     module, told = registry.get(module_id), registry.get_module_metadata(module_id)
     if module is not None and not type(module).__module__.startswith("apcore_ext"):
         return module_id  # it did not come out of a file
-    loaded = not os.path.exists(path)
     with _left_out(path):
         registry.unregister(module_id)
     with _left_out(path):
-        loaded = loaded or registry.discover(path_filter=glob.escape(path)) > 0
-    if module is not None and not loaded:  # what cannot be loaded changes nothing
+        if not os.path.exists(path) or registry.discover(path_filter=glob.escape(path)):
+            return module_id
+    if module is not None:  # what cannot be loaded changes nothing
         registry.register(module_id, module, str(told["version"]), told)
     return module_id
 
@@ -2176,8 +2159,8 @@ _TAGS_HELP = "serve only modules that have all of these tags"
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
-_OWN_PATHS = ("/mcp", "/sse", "/messages", "/health", "/metrics")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)$)(/[\w.~-]+)+")
 
 
 def _option(default: T, text: str, **flag: Any) -> T:
@@ -2223,28 +2206,23 @@ class _Options:
         for field in dataclasses.fields(self):
             self._check(field, getattr(self, field.name))
         prefix, listens = self.explorer_prefix.rstrip("/"), self.transport != "stdio"
-        plain = "start with '/' and be a plain path such as '/explorer'"
+        plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
         refusals = {
             "name must not exceed 255 characters": len(self.name) > 255,
             "Tag values must not be empty": not all(self.tags or ()),
             "Host must not be empty": listens and not self.host,
             f"Port must be between 1 and 65535, got {self.port}": listens and not 1 <= self.port <= 65535,
-            f"explorer_prefix must {plain}, got {prefix!r}": not re.fullmatch(r"(/[\w.~-]+)+", prefix),
-            f"explorer_prefix must not be one of {', '.join(_OWN_PATHS)}": prefix in _OWN_PATHS,
+            f"explorer_prefix must be {plain}; got {prefix!r}": not _EXPLORER_PREFIX.fullmatch(prefix),
         }
         if refusal := next((refusal for refusal, holds in refusals.items() if holds), None):
             raise ValueError(refusal)
         object.__setattr__(self, "explorer_prefix", prefix)
         if isinstance(self.metrics_collector, bool):
             object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
-        if not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
-            given = type(self.metrics_collector).__name__
-            raise TypeError(f"metrics_collector must have an export_prometheus() method, got {given}")
-        if self.middleware:
-            from starlette.middleware import Middleware
-
-            if not all(isinstance(item, Middleware) for item in self.middleware):
-                raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r}")
+        elif not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
+            raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
+        if not all(hasattr(item, "cls") for item in self.middleware or ()):
+            raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r:.80}")
 
     def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
         """Hold one value against its annotation and its choices, of which it becomes the one it is in whatever case."""
@@ -2255,8 +2233,8 @@ class _Options:
         if isinstance(value, str) and (choices := field.metadata.get("choices")):
             chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
             if chosen is None:
-                label = field.name.replace("log_level", "log level")
-                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
+                label, known = field.name.replace("_", " "), ", ".join(choices)
+                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {known}")
             object.__setattr__(self, field.name, chosen)
         elif value == "" and field.name != "host":  # stdio has none
             raise ValueError(f"{field.name} must not be empty")
@@ -2275,10 +2253,8 @@ class _Options:
     def executor(self) -> Executor:
         """The Executor that was given, or one made for the registry."""
         source = self.registry_or_executor
-        if isinstance(source, Executor):
-            return source
-        executor = Executor(source)
-        if isinstance(self.metrics_collector, MetricsCollector):
+        executor = source if isinstance(source, Executor) else Executor(source)
+        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
             executor.use(MetricsMiddleware(self.metrics_collector))
         return executor
 
@@ -2552,15 +2528,7 @@ def _discover(directory: str, registry: Registry) -> None:
     """
     for file in sorted(scan_extensions(Path(directory)), key=lambda file: file.canonical_id):
         with _left_out(file.file_path):
-            for module_id, module, metadata in _defined(file):
-                with _left_out(f"Module {module_id} of {file.file_path}"):
-                    if registry.has(module_id):
-                        raise ValueError("another module has this id")
-                    module = module() if inspect.isclass(module) else module
-                    # Given a version, apcore neither stumbles over one that is a number, nor keeps the id of a module
-                    # for ever that raises SystemExit in `on_load`.
-                    version = str(metadata.get("version") or getattr(module, "version", None) or "1.0.0")
-                    registry.register(module_id, module, version, metadata)
+            _load(file, registry)
     for path in sorted(Path(directory).rglob("*.binding.yaml")):
         if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
             sys.path.append(str(path.parent))
@@ -2568,29 +2536,25 @@ def _discover(directory: str, registry: Registry) -> None:
             BindingLoader().load_bindings(str(path), registry)
 
 
-def _defined(file: DiscoveredModule) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Import a file; its functions with apcore's `@module`, and the class that apcore would discover.
-
-    Each with its id and its metadata. ImportError for a file without either, and for one with several such classes.
-    """
+def _load(file: DiscoveredModule, registry: Registry) -> None:
+    """Import a file, and register its functions with apcore's `@module` and the class that apcore would discover."""
     metadata = load_metadata(file.meta_path) if file.meta_path else {}
-    name = f"apcore_ext.{file.canonical_id}"  # of which apcore makes the id of a function that is given none
-    spec: Any = importlib.util.spec_from_file_location(name, file.file_path)
-    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    own = [value for value in vars(loaded).values() if getattr(value, "__module__", None) == name]
-    modules = dict.fromkeys(getattr(value, "apcore_module", None) for value in own if inspect.isfunction(value))
-    functions = [module for module in modules if isinstance(module, FunctionModule)]
-    for function in functions:
-        yield function.module_id.removeprefix("apcore_ext."), function, {}
-    if "entry_point" in metadata:
-        own = [getattr(loaded, metadata["entry_point"].rpartition(":")[2])]
-    classes = {value for value in own if inspect.isclass(value) and not validate_module(value)}
-    if len(classes) > 1 or not (classes or functions):
+    chosen = metadata.get("entry_point", "").rpartition(":")[2]
+    # Whatever a file defines can be its entry point: so it is imported once, for the functions and the class.
+    defined = cast(Any, resolve_entry_point(file.file_path, {"entry_point": "__dict__"}))
+    own = {name: value for name, value in defined.items() if getattr(value, "__module__", "") == defined["__name__"]}
+    hosts = (getattr(value, "apcore_module", None) for value in own.values() if inspect.isfunction(value))
+    functions = {function.module_id: function for function in hosts if function is not None}
+    classes = {value for name, value in own.items() if inspect.isclass(value) and chosen in ("", name)}
+    modules = [value for value in classes if not validate_module(value)]
+    if len(modules) > 1 or not (modules or functions):
         kinds = "one module class (pydantic schemas, a description, execute) or functions with @module"
-        raise ImportError(f"it has to define {kinds}, and defines {len(classes)} classes")
-    for module in classes:
-        yield file.canonical_id, module, metadata
+        raise ImportError(f"it has to define {kinds}, and defines {len(modules)} classes")
+    for module_id, function in functions.items():
+        registry.register(re.sub("^apcore_ext_[^.]*", file.canonical_id, module_id), function)
+    for module in modules:
+        version = metadata.get("version") or getattr(module, "version", "1.0.0")
+        registry.register(file.canonical_id, module(), str(version), metadata)
 
 
 # ---- Doors: servers ----

@@ -105,7 +105,8 @@ def exported_names(output: str) -> list[str]:
         pytest.param(["--host", ""], "Host must not be empty", id="no-host"),
         pytest.param(
             ["--explorer-prefix", "/mcp"],
-            "explorer_prefix must not be one of /mcp, /sse, /messages, /health, /metrics",
+            "explorer_prefix must be a path such as '/explorer', and none of "
+            "/mcp, /sse, /messages, /health, /metrics; got '/mcp'",
             id="prefix-of-ours",
         ),
         pytest.param(["--prefix", ""], "prefix must not be empty", id="no-prefix"),
@@ -308,7 +309,6 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
 
 FUNCTIONS = '''
 from __future__ import annotations
-from dataclasses import dataclass
 from pathlib import Path
 import apcore
 from apcore import Context
@@ -317,11 +317,6 @@ from apcore.decorator import module
 with open(Path(__file__).with_name("imported"), "a") as file:
     file.write("once ")
 
-@dataclass
-class Point:
-    x: int
-    y: int = 0
-
 @module(id="maths.add", description="Add", tags=["sum"])
 def add(a: int, b: int = 1) -> int:
     return a + b
@@ -329,7 +324,7 @@ def add(a: int, b: int = 1) -> int:
 @module
 async def double(x: int, context: Context) -> dict:
     """Double a point."""
-    return {{"x": Point(x).x * 2, "known": context.trace_id is not None}}
+    return {{"x": x * 2, "known": context.trace_id is not None}}
 
 @apcore.module(description="Halve")
 def halve(a: float) -> float:
@@ -473,7 +468,7 @@ def test_a_client_entry_is_refused_for_what_would_not_start(
 ) -> None:
     assert main(["--extensions-dir", str(extensions), "--export", "client", "--explorer-prefix", "x"]) == 1
     printed = capsys.readouterr()
-    assert (printed.out, printed.err[:30]) == ("", "Error: explorer_prefix must st")
+    assert (printed.out, printed.err[:30]) == ("", "Error: explorer_prefix must be")
 
 
 def test_a_vendored_copy_runs_without_the_package_it_was_copied_from(extensions: Path, tmp_path: Path) -> None:

@@ -312,11 +312,11 @@ def test_on_all_interfaces_a_domain_must_be_allowed_to_reach_the_explorer(
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ("explorer", "explorer_prefix must start with '/'"),
-        ("/", "explorer_prefix must start with '/'"),
-        ("/{name}", "explorer_prefix must start with '/'"),
+        ("explorer", "explorer_prefix must be a path such as '/explorer'"),
+        ("/", "explorer_prefix must be a path such as '/explorer'"),
+        ("/{name}", "explorer_prefix must be a path such as '/explorer'"),
         ("", "explorer_prefix must not be empty"),
-        ("/mcp/", "explorer_prefix must not be one of /mcp, /sse"),
+        ("/mcp/", "and none of /mcp, /sse, /messages, /health, /metrics; got '/mcp'"),
     ],
 )
 def test_a_prefix_that_is_no_path_of_its_own_is_refused(prefix: str, message: str) -> None:

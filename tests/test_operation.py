@@ -133,5 +133,5 @@ def test_a_collector_that_fails_is_an_error_without_a_reason() -> None:
 
 
 def test_a_collector_that_cannot_export_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"metrics_collector must have an export_prometheus\(\) method, got int"):
+    with pytest.raises(TypeError, match=r"metrics_collector must have export_prometheus\(\), got 5"):
         serve(registry_of(), metrics_collector=5)
