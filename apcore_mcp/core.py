@@ -1041,11 +1041,12 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
     flat = isinstance(asked, dict) and asked.get("type") == "object" and asked.keys() & _WITH_SCHEMAS == {"properties"}
     if not flat or not isinstance(message, str):
         raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
-    _SchemaConverter(asked).inline()
-    try:  # the SDK's check of the fields, which wants a pydantic model
+    try:
+        _SchemaConverter(asked).inline()
+        # The SDK's check of the fields wants a pydantic model.
         render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"A question's schema cannot be asked: {error}") from None
     return name, request
 
 
