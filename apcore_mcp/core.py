@@ -30,7 +30,6 @@ import asyncio
 import base64
 import contextlib
 import contextvars
-import copy
 import dataclasses
 import functools
 import glob
@@ -1055,7 +1054,7 @@ def _caller(request: Request | None) -> Identity | None:
     scope = {} if request is None else request.scope
     if not getattr(user := scope.get("user"), "is_authenticated", False):
         return None
-    roles = tuple(getattr(scope.get("auth"), "scopes", ()))
+    roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
     # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
     for name in ("access_token.subject", "access_token.client_id", "identity", "display_name"):
         with contextlib.suppress(AttributeError, NotImplementedError):
@@ -1076,11 +1075,12 @@ class _Call:
     task: asyncio.Task[dict[str, Any]]
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, request: Request | None) -> None:
-        self.tool, self.arguments, self.options, self.caller = tool, arguments, options, _caller(request)
+        self.tool, self.arguments, self.options, self.request = tool, arguments, options, request
+        self.caller: Identity | None = None
         self.session: ServerSession | None = None
         self.meta: Mapping[str, Any] = {}
         self.parks = self.can_ask = False
-        self.involved: list[Any] = []  # the modules that it called, its own included
+        self.involved: dict[str, Any] = {}  # the modules that it called, its own included
         self.token, self.turn, self._asking = CancelToken(), asyncio.Event(), asyncio.Lock()
         self._loop, self._told = asyncio.get_running_loop(), -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
@@ -1130,15 +1130,13 @@ class _Call:
                 self.answer = asyncio.ensure_future(asked)
             try:
                 answer = await self.answer
+                content = dict(answer.content or {}) if answer and answer.action == "accept" else None
+                if content is not None:
+                    Draft202012Validator(schema).validate(content)
+                return content
             except Exception as error:  # the client's fault or its connection's: the module goes on without
                 logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
                 return None
-        if getattr(answer, "action", None) != "accept":
-            return None
-        if _is_valid(content := dict(answer.content or {}), schema):
-            return content
-        logger.warning("Answer to a question of %s is not what was asked for", self.tool.module_id)
-        return None
 
     def settle(self, answer: Any) -> None:
         """Let the module go on with `answer`, an elicitation result or None, unless it has ended."""
@@ -1232,10 +1230,11 @@ class _ApprovalGate(BuiltinApprovalGate):
         call, context, started = ctx.context.data.get(_CALL_KEY), ctx.context, time.time()
         ours = isinstance(call, _Call)
         if cause := call if ours else _RUNNING.get():
-            cause.involved.append(ctx.module)
-        gate = copy.copy(self._gate)
-        gate.set_policy(self.policy)
-        gate.set_handler(self.handler or (self._approver(call) if ours else None))
+            cause.involved[ctx.module_id] = ctx.module
+        gate = object.__new__(type(self._gate))
+        vars(gate).update(vars(self))
+        if ours and self.handler is None:
+            gate.set_handler(self._approver(call))
         try:
             return await gate.execute(ctx)
         except _LetThrough:
@@ -1258,24 +1257,6 @@ def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
             _merge(base[key], value, depth + 1)
         else:
             base[key] = value
-
-
-class _Activity:
-    """How much has been asked and not answered yet; `idle` is set while that is nothing. Event loop only."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    def __enter__(self) -> None:
-        self._count += 1
-        self.idle.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if not self._count:
-            self.idle.set()
 
 
 def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
@@ -1301,7 +1282,6 @@ class _ExecutionRouter:
         self._stopped = False
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
-        self.activity = _Activity()
         strategy = executor.current_strategy
         for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
@@ -1314,27 +1294,27 @@ class _ExecutionRouter:
         self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
-        with self.activity:
-            async with self.place():
-                if self._stopped:
-                    raise _protocol_error(-32000, "Server is shutting down")
-                if params.request_state is not None:
-                    return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
-                tool = self._catalog.find(params.name)
-                if tool is None:
-                    logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
-                    return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-                call = _Call(tool, params.arguments or {}, self._options, ctx.request)
-                call.attach(ctx)
-                call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
-                call.task.add_done_callback(lambda _: call.turn.set())
-                return await self._reply(call)
+        async with self.place():
+            if self._stopped:
+                raise _protocol_error(-32000, "Server is shutting down")
+            if params.request_state is not None:
+                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
+            tool = self._catalog.find(params.name)
+            if tool is None:
+                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
+                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+            call.attach(ctx)
+            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
+            return await self._reply(call)
 
     def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
         call = self.parked.get(state)
         if call is None or call.caller != _caller(ctx.request):
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self.parked[state]
+        if call.task.done():
+            return call
         call.attach(ctx)
         if (key := call.question[0]) in responses or not call.can_ask:
             call.settle(responses.get(key))
@@ -1372,12 +1352,12 @@ class _ExecutionRouter:
         tool, started = call.tool, time.perf_counter()
         logger.debug("Tool call: %s", tool.module_id)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
-        told = {k: v for k, v in call.meta.items() if isinstance(v, str)} if "traceparent" in call.meta else {}
-        trace = TraceContext.extract(told) if told else None
-        context: Context[Any] = Context.create(call.caller, trace, call.token, call.data)
+        trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
+        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
         self.running.add(call)
         _RUNNING.set(call)
         try:
+            call.caller = context.identity = _caller(call.request)
             return _success(tool, await self._run(call, context), formatter)
         except BaseException as error:  # a module may raise anything
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -1388,9 +1368,10 @@ class _ExecutionRouter:
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
                 raise _protocol_error(-32021, "Client did not declare form elicitation", _FORMS) from None
-            return _ErrorMapper(tool, call.arguments, call.involved, self._options.registry).to_result(error)
+            return _ErrorMapper(tool, call.arguments, call.involved.values(), self._options.registry).to_result(error)
         finally:
             call.session = None
+            call.turn.set()
             self.running.discard(call)
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
@@ -1429,6 +1410,24 @@ def _connection_of(session: ServerSession) -> Connection:
     return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
+class _Activity:
+    """How much has been asked and not answered yet; `idle` is set while that is nothing. Event loop only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.idle.set()
+
+
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
@@ -1446,7 +1445,7 @@ class _Bridge:
         self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options.executor(), options)
-        self.activity = self.router.activity
+        self.activity = _Activity()
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()

@@ -48,6 +48,15 @@ class Foreign:
         return "foreign"
 
 
+class Unreadable(BaseUser):
+    is_authenticated = True
+    display_name = "admin"
+
+    @property
+    def identity(self) -> str:
+        raise ConnectionError("postgres://app:hunter2@db")
+
+
 def bearer(subject: str | None) -> AuthenticatedUser:
     return AuthenticatedUser(AccessToken(token="t", client_id="app", scopes=["read"], subject=subject))
 
@@ -61,6 +70,7 @@ USERS: dict[str, Any] = {
     "subject": bearer("subject"),
     "app": bearer(None),
     "": UnauthenticatedUser(),
+    "unreadable": Unreadable(),
 }
 
 
@@ -139,6 +149,14 @@ async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request(mode:
 async def test_a_bearer_token_stands_for_its_subject_or_else_its_client(mode: str, name: str) -> None:
     async with signed(registry_of({"whoami": whoami}), mode, caller=name) as session:
         assert await session.call("whoami") == {"caller": [name, "user", "read", "write"]}
+
+
+async def test_a_caller_who_cannot_be_read_is_nobody_else(mode: str) -> None:
+    async with signed(registry_of({"whoami": whoami}), mode) as session:
+        session.caller = "unreadable"
+        result = await session.client.call_tool("whoami")
+    assert (result.is_error, result.content[0].text) == (True, "Internal error occurred")  # type: ignore[union-attr]
+    assert "hunter2" not in result.model_dump_json()
 
 
 async def test_without_middleware_every_caller_is_anonymous(mode: str) -> None:
