@@ -122,15 +122,13 @@ T = TypeVar("T")
 # Which keywords of a schema hold schemas: those of 2020-12, and older ones that mean nothing in it. What stands under
 # any other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
-_SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems".split())
-_WITH_SCHEMAS = frozenset(
-    "items additionalItems unevaluatedItems contains additionalProperties unevaluatedProperties propertyNames"
-    " contentSchema not if then else".split()
-).union(_SCHEMA_MAPS, _SCHEMA_LISTS)
+_WITH_SCHEMAS = _SCHEMA_MAPS.union(
+    "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
+    " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
+)
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 _WHERE_FALSE_CLOSES = frozenset("additionalProperties unevaluatedProperties unevaluatedItems".split())
 
-_ANY_SCHEMA = {"type": ["object", "boolean"]}
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor".split())
@@ -138,12 +136,10 @@ _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _LEVELS_MAX = 100  # schemas inside each other; parsers of JSON stop at twice as many
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
-
 # The metaschema of 2020-12, keyword by keyword, as schemas are checked one by one while they are written out.
 _VOCABULARIES = "schema meta/core meta/applicator meta/unevaluated meta/validation meta/content meta/meta-data".split()
-_Shallow: Any = cast(Any, extend)(
-    Draft202012Validator, {"$dynamicRef": lambda checker, _, value, __: checker.descend(value, _ANY_SCHEMA)}
-)
+_NO_DEEPER = {"$dynamicRef": lambda checker, _, value, __: checker.descend(value, {"type": ["object", "boolean"]})}
+_Shallow: Any = cast(Any, extend)(Draft202012Validator, _NO_DEEPER)
 _RULES = {
     keyword: _Shallow(vocabulary, format_checker=FormatChecker(["regex"])).evolve(schema=rule)
     for vocabulary in (SPECIFICATIONS.contents(urljoin(_DIALECT, name)) for name in _VOCABULARIES)
@@ -173,7 +169,7 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema, str, Any],
         value = schema[keyword]
         if keyword in _SCHEMA_MAPS:
             result[keyword] = {name: one(item, keyword, name) for name, item in value.items()}
-        elif keyword in _SCHEMA_LISTS:
+        elif isinstance(value, list):
             result[keyword] = [one(item, keyword, index) for index, item in enumerate(value)]
         else:
             result[keyword] = one(value, keyword)
@@ -263,7 +259,7 @@ class _SchemaConverter:
         except Unresolvable:
             raise KeyError(_last_step(ref)) from None
         target = resolved.contents
-        if not isinstance(target, dict):
+        if isinstance(target, bool):
             return {} if target else {"not": {}}
         if id(target) in self._open:
             steps = [*self._open.values()][[*self._open].index(id(target)) :]
@@ -335,39 +331,30 @@ _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_d
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand.
+    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `description`
+    ends with the notice of a deprecated module: "Deprecated since 1.2, until 2.0. Use image.scale."
     """
 
-    def __init__(self, descriptor: ModuleDescriptor, policies: Iterable[ExecutionPolicy]) -> None:
+    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
         self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
         asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
         needed = any(asked or [declared.requires_approval])
         self.annotations = dataclasses.replace(declared, requires_approval=needed)
+        self.description = descriptor.description
+        if told := descriptor.metadata.get("x-deprecation"):
+            facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
+            notice = f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}"
+            self.description = f"{descriptor.description}\n\n{notice}".strip()
 
     def to_mcp(self) -> dict[str, Any]:
-        """Everything of a tool's definition but name and schemas (SRS FR-ANNOT-001 to -006)."""
+        """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
         descriptor, title = self._descriptor, {"title": self._descriptor.name} if self._descriptor.name else {}
-        meta = {flag: getattr(self.annotations, flag) for flag in _FLAGS}
-        meta |= {"version": descriptor.version, "tags": descriptor.tags}
-        return {
-            **title,
-            "description": self.description,
-            "annotations": {**title, **{hint: getattr(self.annotations, name) for hint, name in _HINTS.items()}},
-            "_meta": {f"apcore/{key}": value for key, value in meta.items()},
-        }
+        hints = {hint: getattr(self.annotations, name) for hint, name in _HINTS.items()}
+        meta = {f"apcore/{flag}": getattr(self.annotations, flag) for flag in _FLAGS}
+        meta |= {"apcore/version": descriptor.version, "apcore/tags": descriptor.tags}
+        return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
 
-    @property
-    def description(self) -> str:
-        """The module's own, and whether it is deprecated: `"... Deprecated since 1.2, until 2.0. Use image.scale."`"""
-        told = self._descriptor.metadata.get("x-deprecation")
-        if not told:
-            return self._descriptor.description
-        facts = [f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key)]
-        sentence = f"Deprecated {', '.join(facts)}".strip()
-        return f"{self._descriptor.description}\n\n{sentence}. {told.get('migration_guide') or ''}".strip()
-
-    @property
-    def suffix(self) -> str:
+    def to_suffix(self) -> str:
         r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
 
         `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
@@ -418,11 +405,10 @@ class _Tool:
         self.validator = Draft202012Validator(self.input_schema)
         self.output_validator = Draft202012Validator(self.output_schema)
         # The documentation as MCP's `resources/list` sends it; {} when there is none.
-        self.resource: dict[str, Any] = {"uri": f"docs://{self.module_id}"} if self.documentation else {}
-        if self.documentation:
-            kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
-            named = {key: value for key, value in self._definition.items() if key in ("name", "title")}
-            self.resource |= {**named, "mimeType": kind}
+        named = {key: value for key, value in self._definition.items() if key in ("name", "title")}
+        kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
+        resource = {"uri": f"docs://{self.module_id}", **named, "mimeType": kind}
+        self.resource = resource if self.documentation else {}
 
     def _convert_output(self, redact_output: bool) -> JSONSchema:
         """What can be promised of results as they are sent, or `{}` (SRS FR-SCHEMA-005)."""
@@ -430,7 +416,7 @@ class _Tool:
         try:
             schema = _SchemaConverter(declared).inline()
         except _Unconvertible as error:
-            if redact_output and b'"x-sensitive":true' in to_json(declared):
+            if redact_output and _marks_sensitive(declared):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return {}
@@ -458,8 +444,8 @@ _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether a field anywhere in `schema` is marked `x-sensitive`."""
-    return any(node.get("x-sensitive") is True for node in _nodes(schema))
+    """Whether anything in `schema`, legal or not, is marked `x-sensitive`."""
+    return b'"x-sensitive":true' in to_json(schema, fallback=str)
 
 
 def _is_blanked(view: JSONSchema) -> bool:
@@ -2320,7 +2306,7 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
 
 _SHORTENED = re.compile(r"-0[0-9a-f]{8}$")  # no segment of a module id starts with a digit
 # Whatever constrains a value, and the one annotation that a model is to read.
-_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, *"then else description".split()])
+_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
 # What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
 _STRICT_TELLS = frozenset(
     "minLength maxLength minProperties maxProperties propertyNames contains minContains maxContains uniqueItems"
@@ -2338,7 +2324,7 @@ class _OpenAIConverter:
         self._embeds, self._strict = embed_annotations, strict
 
     def convert(self, tool: _Tool) -> dict[str, Any]:
-        description = tool.told.description + (tool.told.suffix if self._embeds else "")
+        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
         function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
         function["parameters"] = tool.input_schema
         if self._strict:

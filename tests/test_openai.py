@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
-from conftest import ROOT, FunctionalModule, connect, echo, registry_of
+from conftest import EXTENSIONS, ROOT, FunctionalModule, connect, echo, registry_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -543,6 +543,24 @@ def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     assert from_openai_call(registry, "m-a", "{}") == ("m.a", {})
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         from_openai_call(registry, name, "{}")
+
+
+def test_strict_mode_can_say_every_example_and_its_calls_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(extensions_dir=str(EXTENSIONS))
+    registry.discover()
+    tools = {tool["function"]["name"]: tool["function"] for tool in to_openai_tools(registry, strict=True)}
+    assert warnings_of(caplog) == []
+    assert len(tools) == len(registry.list()) > 5
+    for name, function in tools.items():
+        definition = registry.get_definition(from_openai_name(name))
+        assert definition is not None
+        for example in definition.examples:
+            sent = {field: example.inputs.get(field) for field in function["parameters"]["properties"]}
+            assert Draft202012Validator(function["parameters"]).is_valid(sent)
+            module_id, inputs = from_openai_call(registry, name, json.dumps(sent))
+            assert module_id == definition.module_id
+            assert {field: value for field, value in inputs.items() if value is not None} == example.inputs
+            assert Draft202012Validator(definition.input_schema).is_valid(inputs)
 
 
 @QUICK
