@@ -6,6 +6,7 @@ pass; `python -m tests.interop --only apcore` runs the packages themselves.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -14,9 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import AlwaysDenyHandler, ModuleAnnotations, Registry
+from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
 from conftest import FunctionalModule, connect, echo, registry_of, serving
+from mcp.shared.exceptions import MCPError
+from mcp_types import ElicitResult
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve, to_openai_tools
@@ -64,12 +67,30 @@ def test_options_that_change_nothing_are_told_in_one_debug_line(
     )
 
 
-async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
-    asking = FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))
-    async with connect({"demo.echo": asking}, approval_handler=AlwaysDenyHandler()) as client:
-        assert (await client.call_tool("demo.echo", {})).is_error
-    async with connect({"demo.echo": asking}, approval_handler="off") as client:
-        assert not (await client.call_tool("demo.echo", {})).is_error
+async def _approve(context: Any, params: Any) -> ElicitResult:
+    return ElicitResult(action="accept", content={"approve": True})
+
+
+@pytest.mark.parametrize(
+    ("handler", "client", "runs"),
+    [
+        pytest.param(AlwaysDenyHandler(), {}, False, id="always-deny"),
+        pytest.param(AutoApproveHandler(), {}, True, id="auto-approve"),
+        pytest.param(apcore_mcp.ElicitationApprovalHandler(), {}, False, id="elicit-who-cannot-be-asked"),
+        pytest.param(apcore_mcp.ElicitationApprovalHandler(), {"elicitation_callback": _approve}, True, id="elicit"),
+    ],
+)
+async def test_an_approval_handler_is_the_approval_under_another_name(
+    handler: Any, client: dict[str, Any], runs: bool, mode: str
+) -> None:
+    ran: list[Any] = []
+    needs_approval = FunctionalModule(
+        lambda inputs, context: {"ran": ran.append(inputs)}, annotations=ModuleAnnotations(requires_approval=True)
+    )
+    async with connect({"demo.run": needs_approval}, mode=mode, client=client, approval_handler=handler) as connected:
+        with contextlib.suppress(MCPError):  # to a client of 2026-07-28 that cannot be asked
+            assert (await connected.call_tool("demo.run", {})).is_error is not runs
+    assert bool(ran) is runs
 
 
 def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
@@ -133,7 +154,7 @@ def test_openai_tools_are_made_with_the_options_that_adapters_pass(registry: Reg
 
 def test_what_adapters_import_is_there_and_authentication_is_not() -> None:
     """flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported."""
-    for name in ("serve", "MCPServer", "to_openai_tools", "report_progress", "elicit"):
+    for name in ("serve", "MCPServer", "to_openai_tools", "report_progress", "elicit", "ElicitationApprovalHandler"):
         assert callable(getattr(apcore_mcp, name))
     assert not hasattr(apcore_mcp, "JWTAuthenticator")
 
