@@ -56,7 +56,8 @@ ADAPTERS = [
         "flask-apcore", "flask",
         {
             "`flask apcore serve` (stdio)": "flask --app flask_app apcore serve",
-            "the same with `--http`": "flask --app flask_app apcore serve --http --port {port}",
+            "the same with `--http --explorer --approval elicit`":
+                "flask --app flask_app apcore serve --http --explorer --approval elicit --port {port}",
         },
         "get_item.get", "items.find", "orders.place",
         before=("flask --app flask_app apcore scan --output yaml",),
@@ -66,8 +67,9 @@ ADAPTERS = [
         "fastapi-apcore", "fastapi",
         {
             "`fastapi-apcore serve` (stdio)": "fastapi-apcore serve fastapi_app:app",
-            "the same with `--transport streamable-http --explorer`":
-                "fastapi-apcore serve fastapi_app:app --transport streamable-http --explorer --port {port}",
+            "the same with `--transport streamable-http --explorer --approval elicit`":
+                "fastapi-apcore serve fastapi_app:app --transport streamable-http --explorer --approval elicit"
+                " --port {port}",
             "its embedded server under uvicorn":
                 'APCORE_EMBEDDED_SERVER={"port":{port}} APCORE_SERVE_TRANSPORT=streamable-http'
                 " uvicorn fastapi_app:app --port 0",

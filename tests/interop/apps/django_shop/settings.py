@@ -6,7 +6,7 @@ from pathlib import Path
 FOLDER = Path(os.environ["FOLDER"])
 SECRET_KEY = "told to everyone"
 DEBUG = True
-INSTALLED_APPS = ["django_apcore", "django_shop.apps.ShopConfig"]
+INSTALLED_APPS = ["django_shop.apps.ShopConfig", "django_apcore"]  # whose server starts with what is there
 ROOT_URLCONF = "django_shop.urls"
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": FOLDER / "db.sqlite3"}}
 APCORE_MODULE_DIR = str(FOLDER)
