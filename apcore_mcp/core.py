@@ -697,11 +697,10 @@ class _ErrorMapper:
         sentence = _SENTENCES.get(code, _ANY_OTHER)
         if withheld and code in _SENTENCES:
             sentence = sentence.partition(":")[0]
-        milliseconds = int(error.details.get("timeout_ms", 0)) if code == "MODULE_TIMEOUT" else 0
-        facts = {"module_id": _text_of(error.details.get("module_id", "")), "message": _text_of(error.message)}
-        text = sentence.format(**facts, code=code, timeout_ms=milliseconds)
+        facts = {key: _text_of(error.details.get(key, "")) for key in ("module_id", "timeout_ms")}
+        text = sentence.format(**facts, code=code, message=_text_of(error.message))
         if code == "MODULE_TIMEOUT":
-            return text, {"error_details": {"timeout_ms": milliseconds}}
+            return text, {"error_details": {"timeout_ms": int(facts["timeout_ms"])}}
         itself = error.details.get("call_chain") == [self._tool.module_id]
         if withheld or not itself or code in ErrorCodeRegistry().all_codes:
             return text, {}
@@ -750,23 +749,19 @@ def _field_error(entry: Any) -> dict[str, str]:
 
 _TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
 _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
-_MORE_TEXTS = "a A 1 abc ABC 123 12345 1.0.0 2025-01 en-US A1 ABC-123 ABC-1234".split()  # one may fit a pattern
-_UNIONS = ("anyOf", "oneOf", "allOf")
 
 
 def _samples(schema: JSONSchema) -> list[Any]:
-    """A value that `schema` accepts, as telling as can be made up; none when none is found."""
+    """A value that `schema` accepts, as telling as can be made up; none when none is found, as for most patterns."""
     values = [schema[key] for key in ("const", "default") if key in schema]
     values += [*schema.get("examples", ()), *schema.get("enum", ())]
-    values += [value for part in _branches(schema, _UNIONS) for value in _samples(part)]
-    if "properties" in schema:
-        given = ((name, schema["properties"].get(name, {})) for name in schema.get("required", ()))
-        values.append({name: value for name, field in given for value in _samples(field)})
-    for text in (_TEXTS.get(schema.get("format", ""), "text"), *_MORE_TEXTS):
-        values.append(text.ljust(min(schema.get("minLength", 0), 1_000), "x")[: schema.get("maxLength")])
+    values += [value for part in _branches(schema, _BESIDE) for value in _samples(part)]
+    text = _TEXTS.get(schema.get("format", ""), "text").ljust(min(schema.get("minLength", 0), 1_000), "x")
     values += [schema[key] for key in ("minimum", "maximum", "multipleOf") if key in schema]
     items = _samples(schema["items"]) if "items" in schema else ["text"]
-    values += [1, 0.5, True, items * min(schema.get("minItems", 1), 1_000), [], {}, None]
+    fields, names = schema.get("properties", {}), schema.get("required", ())
+    values.append({name: value for name in names for value in _samples(fields.get(name, {}))})
+    values += [text[: schema.get("maxLength")], 1, 0.5, True, items * min(schema.get("minItems", 1), 1_000), [], None]
     return [value for value in values if _is_valid(value, schema)][:1]
 
 
@@ -792,15 +787,14 @@ def _fields(schema: JSONSchema) -> str:
     """A schema as a table of its properties and as JSON."""
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
     for name, field in schema.get("properties", {}).items():
-        types = dict.fromkeys(each for view in (field, *_branches(field, _UNIONS)) for each in _types(view))
+        types = dict.fromkeys(each for view in (field, *_branches(field, ("anyOf", "oneOf"))) for each in _types(view))
         kinds, needed = " or ".join(types) or "any", "Yes" if name in schema.get("required", ()) else "No"
         sample = "".join(f"`{_to_text(each)}`" for each in _samples(field))
         cells = (f"`{name}`", kinds, needed, field.get("description", ""), sample)
         rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
-    if len(rows) == 2:
-        others = schema.get("additionalProperties", "properties" not in schema)
-        rows = ["None." if others is False else "Any: the schema says what is known of them."]
-    return "\n".join([*rows, "", _fenced(schema)])
+    closed = schema.get("additionalProperties", "properties" not in schema) is False
+    table = rows if len(rows) > 2 else ["None." if closed else "Any: the schema says what is known of them."]
+    return "\n".join([*table, "", _fenced(schema)])
 
 
 def _document(tool: _Tool) -> str:
