@@ -33,9 +33,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     metrics = "serve Prometheus metrics at /metrics (HTTP transports)"
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help=metrics)
-    for option in dataclasses.fields(_Options):
-        if "help" not in option.metadata:
-            continue
+    for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
         flag: dict[str, Any] = dict(option.metadata)
         if isinstance(option.default, bool):
             flag["action"] = "store_true" if not option.default else argparse.BooleanOptionalAction

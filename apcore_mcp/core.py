@@ -914,33 +914,29 @@ class _ToolCatalog:
             return self._by_name
 
     def build(self, module_id: str) -> _Tool | None:
+        """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
         with _left_out(f"Module {module_id}"):
-            if descriptor := self._define(module_id):
-                return _Tool(descriptor, self._options)
+            while True:
+                module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
+                tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
+                if module is None or not all(tag in tags for tag in self._options.tags or ()):
+                    return None
+                descriptor = self._registry.get_definition(module_id)
+                # apcore looks a module up first and then what is said of it, which may be of its successor.
+                if descriptor is not None and module is self._registry.get(module_id):
+                    return _Tool(descriptor, self._options)
         return None
-
-    def _define(self, module_id: str) -> ModuleDescriptor | None:
-        """The module's definition, or None when it is not wanted, or gone meanwhile."""
-        while True:
-            module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
-            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
-            if module is None or not all(tag in tags for tag in self._options.tags or ()):
-                return None
-            descriptor = self._registry.get_definition(module_id)
-            # apcore looks a module up first and then what is said of it, which may be of its successor.
-            if module is self._registry.get(module_id):
-                if descriptor is None:
-                    raise LookupError("it has no definition")
-                return descriptor
 
     def _follow_files(self, look: dict[str, Any]) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             before, look = look, _look_at_files(self._registry)
-            for path in sorted({path for path, _ in before.items() ^ look.items()}):
-                path = path.replace("_meta.yaml", ".py")
+            changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ look.items()}
+            for path in sorted(changed):
+                module_id = cast(Any, self._registry)._canonical_id_for_path(path)  # no public name
                 with _left_out(path):
-                    # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
-                    self._note_change(_reload(self._registry, path))
+                    _reload(self._registry, path, module_id)
+                # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
+                self._note_change(module_id)
 
 
 def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
@@ -955,20 +951,18 @@ def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
     return look
 
 
-def _reload(registry: Registry, path: str) -> str:
-    """Register the module of a file as it is now instead of what it was; its id."""
-    module_id: str = cast(Any, registry)._canonical_id_for_path(path)  # no public name
+def _reload(registry: Registry, path: str, module_id: str) -> None:
+    """Register the module of a file as it is now instead of what it was."""
     module, told = registry.get(module_id), registry.get_module_metadata(module_id)
     if module is not None and not type(module).__module__.startswith("apcore_ext"):
-        return module_id  # it did not come out of a file
+        return  # it did not come out of a file
     with _left_out(path):
         registry.unregister(module_id)
     with _left_out(path):
         if not os.path.exists(path) or registry.discover(path_filter=glob.escape(path)):
-            return module_id
+            return
     if module is not None:  # what cannot be loaded changes nothing
         registry.register(module_id, module, str(told["version"]), told)
-    return module_id
 
 
 # ---- Calls: one running tool call: progress, questions, approval, cancellation; event loop only ----
@@ -2135,11 +2129,9 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 
 # ---- Options: every option of `serve()`, once ----
 
-_TAGS_HELP = "serve only modules that have all of these tags"
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)$)(/[\w.~-]+)+")
 
 
@@ -2160,9 +2152,9 @@ class _Options:
     name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
     version: str | None = _option(None, "server version told to clients; without one, the package's")
     instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
-    tags: Sequence[str] | None = _option(None, _TAGS_HELP, nargs="+", metavar="TAG")
+    tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+", metavar="TAG")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
-    log_level: str | None = _option(None, "log level of apcore_mcp, on stderr", choices=_LOG_LEVELS)
+    log_level: str | None = _option(None, "log level, on stderr", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     on_startup: Callable[[], Any] | None = None
     on_shutdown: Callable[[], Any] | None = None
     dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
