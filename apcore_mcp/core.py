@@ -1929,11 +1929,8 @@ def _flush_stdout(*, by_line: bool) -> None:
         library.fflush(stdout)
 
 
-Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # what a client says, and what it is told
-
-
 @contextlib.asynccontextmanager
-async def _open_wire(read_fd: int, write_fd: int) -> AsyncIterator[Wire]:
+async def _open_wire(read_fd: int, write_fd: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Both directions, driven by the event loop: with pipes and sockets, no thread between a client and its answer.
 
     A client that reads no more has gone, so its input ends too. When the context ends, it is given a second to read
@@ -1954,7 +1951,6 @@ async def _open_wire(read_fd: int, write_fd: int) -> AsyncIterator[Wire]:
     try:
         yield reader, writer
     finally:
-        incoming.close()
         writer.close()
         giving_up = loop.call_later(1, outgoing.abort)
         await asyncio.gather(gone, return_exceptions=True)
@@ -2003,13 +1999,12 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     does the stream end.
     """
 
-    def __init__(self, wire: Wire, bridge: _Bridge) -> None:
-        self._reader, self._writer = wire
-        self._bridge, self._messages = bridge, self._receive()
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
+        self._reader, self._writer, self._bridge, self._messages = reader, writer, bridge, self._receive()
         self._questions = set[int | str]()  # the ids of what this server asks its client
         self._sending, self._places = asyncio.Lock(), asyncio.Semaphore(_CALLS_MAX)
         bridge.router.place = self._place
-        self._writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
+        writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
         """Nothing: the server closes each direction by itself, and this is both."""
@@ -2031,14 +2026,14 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             except ValueError:
                 await self._refuse(line)
                 continue
+            if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
+                await self._refuse(line)  # it is no id, or this would be a request
+                continue
             if isinstance(message, JSONRPCRequest):
                 self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
-                yield SessionMessage(message, settling)
-            elif isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
-                await self._refuse(line)  # it is no id, or this would be a request
             else:
                 self._questions.discard(getattr(message, "id", ""))
-                yield SessionMessage(message)
+            yield SessionMessage(message, settling)
         while self._questions:  # nobody is left to answer
             gone = ErrorData(code=-32000, message="Connection closed")
             yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=self._questions.pop(), error=gone))
@@ -2114,8 +2109,8 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
     with _standard_streams() as fds:
-        async with _open_wire(*fds) as wire:
-            connection = _StdioConnection(wire, bridge)
+        async with _open_wire(*fds) as streams:
+            connection = _StdioConnection(*streams, bridge)
             run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
             running: asyncio.Task[None] = asyncio.create_task(run)
             try:
@@ -2538,14 +2533,17 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _announced(bridge: _Bridge, where: str = "", ended: asyncio.Future[Any] | None = None) -> AsyncIterator[None]:
+async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) -> AsyncIterator[None]:
     """What is said and called while the server accepts: first when it begins to, then before it ends.
 
-    Where `ended` is done before `on_startup` is, that is cancelled; then `on_shutdown` is not called.
+    A server of ours may have `ended` before `on_startup` has: then that is cancelled, and `on_shutdown` not called.
     """
     from anyio import CancelScope
 
-    options, count = bridge.options, len(bridge.catalog.tools)
+    options, count, where = bridge.options, len(bridge.catalog.tools), ""
+    if ended is not None and options.transport != "stdio":
+        explorer = urljoin(options.url, f"{options.explorer_prefix}/")
+        where = f", at {options.url}" + (f", explorer at {explorer}" if options.explorer else "")
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
@@ -2566,20 +2564,12 @@ async def _announced(bridge: _Bridge, where: str = "", ended: asyncio.Future[Any
         await bridge.finish()
 
 
-def _where(options: _Options) -> str:
-    """Where the server listens and the Explorer is, for the log."""
-    if options.transport == "stdio":
-        return ""
-    explorer = urljoin(options.url, f"{options.explorer_prefix}/")
-    return f", at {options.url}" + (f", explorer at {explorer}" if options.explorer else "")
-
-
 async def _run(options: _Options, stop: Future[None], started: Callable[[], None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
     async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
         ends = {running, asyncio.wrap_future(stop)}
         ended = asyncio.create_task(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
-        async with _announced(bridge, _where(options), ended):
+        async with _announced(bridge, ended):
             started()
             await ended
         if running.done():
@@ -2638,13 +2628,11 @@ def _stopped_by_signals(stop: Future[None]) -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         stop.cancel()
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)} if in_main_thread else {}
-    try:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, handle))
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _block(options: _Options, stop: Future[None], started: Callable[[], None] = lambda: None) -> None:
