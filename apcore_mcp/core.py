@@ -1455,7 +1455,6 @@ class _Bridge:
 
     async def __aexit__(self, *_: object) -> None:
         self.catalog.close()
-        self.router.stop()
         await self.finish()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -1467,15 +1466,15 @@ class _Bridge:
 
     async def finish(self) -> None:
         """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
-        self.deadline = self.deadline or asyncio.get_running_loop().time() + _SHUTDOWN_SECONDS
+        loop = asyncio.get_running_loop()
+        self.deadline = self.deadline or loop.time() + _SHUTDOWN_SECONDS
         self._listener.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self.deadline):
-                await self.activity.idle.wait()
+        idle = asyncio.ensure_future(self.activity.idle.wait())
+        await asyncio.wait({idle}, timeout=self.deadline - loop.time())
         if self.router.running:
             self.router.stop()
-            with contextlib.suppress(TimeoutError):  # who asked is told, if that is quickly done
-                await asyncio.wait_for(self.activity.idle.wait(), 0.5)
+            await asyncio.wait({idle}, timeout=0.5)  # who asked is told, if that is quickly done
+        idle.cancel()
         for task in self._tasks:
             task.cancel()
 
@@ -1497,9 +1496,7 @@ class _Bridge:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
         if ctx.method == "tools/list" and connection.initialize_accepted:
             validate_client_request(ctx.method, ctx.protocol_version, ctx.params)
-            return await self._list_tools(
-                ctx
-            )  # past the SDK's validation, which would go through every tool of every answer
+            return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
             follows = self._follow(connection, ctx.session)
@@ -1538,13 +1535,11 @@ class _Bridge:
     async def _subscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
         """Follow a resource, in the handshake's way; from 2026-07-28 on, that is part of listening."""
         await self._read_resource(ctx, params)  # nothing else can be followed
-        if (uris := _connection_of(ctx.session).state.get("uris")) is None:
-            raise _protocol_error(-32601, "Method not found", ctx.method)  # it ends with this answer
-        uris.add(params.uri)
+        _connection_of(ctx.session).state.setdefault("uris", set()).add(params.uri)
         return {}
 
     async def _unsubscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
-        _connection_of(ctx.session).state.get("uris", set()).discard(params.uri)
+        _connection_of(ctx.session).state.setdefault("uris", set()).discard(params.uri)
         return {}
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
@@ -1589,7 +1584,6 @@ class _Bridge:
 # ---- HTTP: the Starlette app and the guard before it ----
 
 _SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -1611,11 +1605,14 @@ class _Guard:
     def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
         from starlette.routing import Mount
 
-        self._app, self._bridge, names = app, bridge, bridge.options.hosts()
-        self._explorer, self._any_name = Mount(bridge.options.explorer_prefix, routes=[]), "*" in names
+        self._app, self._bridge, options = app, bridge, bridge.options
+        self._explorer = Mount(options.explorer_prefix, routes=[])
+        given, own = options.allowed_hosts or (), _address(urlsplit(options.url).netloc)
         # Not even "*" takes an "@": what is before one is no host, and what is behind it is another.
-        patterns = [re.escape(name.lower()).replace(r"\*", "[^@]*") for name in names if name != "*"]
+        patterns = [re.escape(name.lower()).replace(r"\*", "[^@]*") for name in given if name != "*"]
         self._named = re.compile("|".join(patterns))
+        self._only_local = not given and own is not None and own.is_loopback
+        self._any = "*" in given or not (given or self._only_local)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import ClientDisconnect, Request
@@ -1637,7 +1634,9 @@ class _Guard:
         host = request.headers.get("host", "").lower()
         origins = [origin.lower() for origin in request.headers.getlist("origin")]
         by_page = bool(origins) or self._explorer.matches(request.scope)[0] is not Match.NONE
-        known = self._named.fullmatch(host) or (self._any_name and (_address(host) or not by_page))
+        address = _address(host)
+        known = self._named.fullmatch(host) or (self._any and (address or not by_page))
+        known = known or (self._only_local and address is not None and address.is_loopback)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = media_type == "application/json" or request.method != "POST"
         faults = {
@@ -1784,10 +1783,7 @@ class _SSEEndpoint:
         server = self._bridge.server
         async with self._transport.connect_sse(scope, receive, send) as streams:
             connection = self._bridge.start(server.run(*streams, server.create_initialization_options()))
-            try:
-                await asyncio.wait({connection})
-            finally:
-                connection.cancel()
+            await asyncio.gather(connection, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -1800,32 +1796,26 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
-    options, routes = bridge.options, _own_routes(bridge)
-    async with contextlib.AsyncExitStack() as stack:
-        if options.transport == "sse":
-            transport = SseServerTransport("/messages/")
-            routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
-            routes.append(Mount("/messages/", transport.handle_post_message))
-        else:
-            idle = None if options.stateless else _SESSION_IDLE_SECONDS
-            sessions = StreamableHTTPSessionManager(
-                bridge.server, stateless=options.stateless, session_idle_timeout=idle
-            )
-            routes += [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
-            running = sessions.run()
-            await running.__aenter__()
-            stack.push_async_callback(running.__aexit__, None, None, None)  # its task group would wrap an error of ours
-        guard = Middleware(cast(Any, _Guard), bridge=bridge)
-        bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
-        yield Starlette(routes=routes, middleware=[guard, bounded, *(options.middleware or ())])
-
-
-def _listen(options: _Options) -> socket.socket:
-    """A listening socket on the options' host and port; OSError when it is taken."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
-    return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
+    options = bridge.options
+    idle = None if options.stateless else _SESSION_IDLE_SECONDS
+    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, session_idle_timeout=idle)
+    routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
+    if options.transport == "sse":
+        transport = SseServerTransport("/messages/")
+        routes = [Mount("/messages/", transport.handle_post_message)]
+        routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
+    routes += _own_routes(bridge)
+    middleware = [Middleware(cast(Any, _Guard), bridge=bridge)]
+    middleware += [
+        Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
+        *(options.middleware or ()),
+    ]
+    running = sessions.run()
+    await running.__aenter__()
+    try:
+        yield Starlette(routes=routes, middleware=middleware)
+    finally:
+        await running.__aexit__(None, None, None)  # not told of an error, which its task group would wrap
 
 
 @contextlib.asynccontextmanager
@@ -1833,12 +1823,14 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
 
-    listener, loop = _listen(bridge.options), asyncio.get_running_loop()
+    loop, address = asyncio.get_running_loop(), (bridge.options.host, bridge.options.port)
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    listener = socket.create_server(address, family=family, backlog=2048)
+    # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
-        app.middleware_stack = (
-            app.build_middleware_stack()
-        )  # now, or what a middleware refuses is seen request by request
+        app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
         # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
         config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
         config.load()
@@ -1860,9 +1852,8 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
             # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
             left = max(0.0, bridge.deadline - loop.time())
             config.timeout_graceful_shutdown = int(left) + 2
-            dropping = loop.call_later(left, drop)
+            loop.call_later(left, drop)
             await http.shutdown(sockets=[listener])
-            dropping.cancel()
 
 
 # ---- stdio: pipes, and who owns the standard streams ----
@@ -2230,16 +2221,6 @@ class _Options:
         """Where clients connect (HTTP transports)."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
-
-    def hosts(self) -> list[str]:
-        """Host headers to accept, `*` for any characters."""
-        if self.allowed_hosts:
-            return list(self.allowed_hosts)
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        address = _address(own)
-        if address is None or not address.is_loopback:
-            return ["*"]
-        return [name + port for name in (*_LOOPBACK, own) for port in ("", ":*")]
 
 
 # What packages that build on this one pass as well: words that change nothing here, and others that are let pass only

@@ -182,8 +182,6 @@ def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_chang
             "tools": {"listChanged": False},
             "resources": {"listChanged": False, "subscribe": False},
         }
-        assert ask("resources/subscribe", {"uri": "docs://doc.a"})["error"]["code"] == -32601
-        assert ask("resources/unsubscribe", {"uri": "docs://doc.a"})["result"] == {}
 
 
 def test_who_listens_is_promised_only_what_there_is() -> None:
