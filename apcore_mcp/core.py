@@ -649,7 +649,8 @@ class _ErrorMapper:
 
     `involved` is every module that took part in the call. Where one of them has `x-sensitive` inputs, neither says more
     than what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret.
-    Whatever a module made of its error, there is an answer. Used after a call failed, so it may take its time.
+    Where one has such outputs, the log does not. Whatever a module made of its error, there is an answer. Used after a
+    call failed, so it may take its time.
     """
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any], involved: Iterable[Any], registry: Registry) -> None:
@@ -667,8 +668,7 @@ class _ErrorMapper:
             report: dict[str, Any] = {}
             if isinstance(error, ModuleError) and isinstance(cause, ModuleError):
                 text, report = self._tell(error, code, step, withheld)
-            quotes_output = code in ("SCHEMA_VALIDATION_ERROR", "OUTPUT_SERIALIZATION_ERROR")
-            self._log(cause, text, withheld or (quotes_output and self._is_sensitive(error, "output_schema")))
+            self._log(cause, text, withheld or self._is_sensitive(error, "output_schema"))
             flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
             return _failure(text, code, **{key: flag for key, flag in flags.items() if isinstance(flag, bool)} | report)
         except BaseException as another:  # an error of a module's own class may do anything when it is looked at

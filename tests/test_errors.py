@@ -1040,3 +1040,16 @@ async def test_a_secret_of_a_called_module_is_told_nowhere_by_an_executor_withou
         result = await client.call_tool("passing_on", {"user": "bob", "password": TOKEN})
     failure(result, "Invalid input")
     assert SECRET not in result.model_dump_json() + everything_logged(caplog)
+
+
+@pytest.mark.parametrize("fail", ["invalid", "raises"])
+async def test_a_secret_that_a_module_was_to_give_is_not_logged(fail: str, caplog: pytest.LogCaptureFixture) -> None:
+    def give(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if fail == "raises":
+            raise RuntimeError(f"cannot store {TOKEN}")
+        return {"token": [TOKEN]}
+
+    async with connect({"gives.token": FunctionalModule(give, output_schema=SECRETIVE)}) as client:
+        result = await client.call_tool("gives.token", {})
+    failure(result)
+    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
