@@ -2450,8 +2450,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     elif form == "mcp":
         exported = catalog.listing(portable=options.tool_names == "portable")
     else:
-        filters: dict[str, Any] = {"tags": options.tags, "prefix": options.prefix}
-        exported = to_openai_tools(options.registry, strict=form == "openai-strict", **filters)
+        exported = catalog.each(_OpenAIConverter(strict=form == "openai-strict", embed_annotations=False).convert)
     return json.dumps(exported, indent=2)
 
 
@@ -2478,8 +2477,7 @@ def _discover(directory: str, registry: Registry) -> None:
         with _left_out(file.file_path):
             _load(file, registry)
     for path in sorted(Path(directory).rglob("*.binding.yaml")):
-        if str(path.parent) not in sys.path:  # so that a binding can name a function in a file beside it
-            sys.path.append(str(path.parent))
+        sys.path.append(str(path.parent))  # so that a binding can name a function in a file beside it
         with _left_out(path):
             BindingLoader().load_bindings(str(path), registry)
 
@@ -2496,8 +2494,7 @@ def _load(file: DiscoveredModule, registry: Registry) -> None:
     classes = {value for name, value in own.items() if inspect.isclass(value) and chosen in ("", name)}
     modules = [value for value in classes if not validate_module(value)]
     if len(modules) > 1 or not (modules or functions):
-        kinds = "one module class (pydantic schemas, a description, execute) or functions with @module"
-        raise ImportError(f"it has to define {kinds}, and defines {len(modules)} classes")
+        raise ImportError("it has to define one module class (schemas, description, execute), or @module functions")
     for module_id, function in functions.items():
         registry.register(re.sub("^apcore_ext_[^.]*", file.canonical_id, module_id), function)
     for module in modules:
