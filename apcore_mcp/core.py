@@ -229,8 +229,7 @@ class _SchemaConverter:
         self._nodes += 1
         self._level += 1
         if self._nodes > _NODES_MAX or self._level > _LEVELS_MAX:
-            limits = f"{_NODES_MAX} nodes or {_LEVELS_MAX} levels"
-            raise _Unconvertible(f"Schema has more than {limits} when its references are written out")
+            raise _Unconvertible(f"Written out, the schema has more than {_NODES_MAX} nodes or {_LEVELS_MAX} levels")
         for keyword, value in node.items():
             if not (_is_legal if isinstance(value, str | int) else _is_legal.__wrapped__)(keyword, value):
                 raise ValueError(f"Not a JSON Schema (2020-12): {keyword!r} cannot be {value!r:.80}")
@@ -2419,15 +2418,14 @@ def from_openai_call(
     ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
     """
     options = _Options(registry_or_executor)
-    registry = options.registry
-    module_id = from_openai_name(name, registry)
+    module_id = from_openai_name(name, options.registry)
     try:
         inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     except ValueError as error:
         raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    offered = module_id in registry.list(prefix=module_id)
+    offered = module_id in options.registry.list(prefix=module_id)
     tool = _ToolCatalog(options).build(module_id) if offered else None
     if tool is None:
         raise ValueError(f"to_openai_tools() offers no function {name!r}")
