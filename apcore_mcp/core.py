@@ -348,8 +348,10 @@ class _AnnotationMapper:
     def to_mcp(self) -> dict[str, Any]:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
         descriptor, title = self._descriptor, {"title": self._descriptor.name} if self._descriptor.name else {}
-        hints = {hint: getattr(self.annotations, name) for hint, name in _HINTS.items()}
-        meta = {f"apcore/{flag}": getattr(self.annotations, flag) for flag in _FLAGS}
+        hints = {
+            hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()
+        }  # "yes" is true to apcore
+        meta = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta |= {"apcore/version": descriptor.version, "apcore/tags": descriptor.tags}
         return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
 

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, Registry
 from apcore.policy import ExecutionPolicy, PolicyRule
@@ -711,6 +712,15 @@ async def test_approval_that_an_operator_demands_is_told_like_a_modules_own(
     assert (tool.meta or {})["apcore/requires_approval"] is needed
     (function,) = to_openai_tools(executor, embed_annotations=True)
     assert ("requires_approval=true" in function["function"]["description"]) is needed
+
+
+def test_an_annotation_is_true_or_false_whatever_a_module_wrote() -> None:
+    """TypeScript clients lose the whole list by a hint that is neither; apcore takes anything for true or false."""
+    annotations = ModuleAnnotations(readonly="yes", destructive=None, streaming=1)  # type: ignore[arg-type]
+    with serving(registry_of({"demo.a": FunctionalModule(echo, annotations=annotations)}), explorer=True) as url:
+        (tool,) = httpx.get(f"{url}/explorer/tools").json()
+    assert (tool["annotations"]["readOnlyHint"], tool["annotations"]["destructiveHint"]) == (True, False)
+    assert tool["_meta"]["apcore/streaming"] is True
 
 
 async def test_a_streaming_module_is_marked() -> None:
