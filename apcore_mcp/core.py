@@ -351,7 +351,7 @@ class _AnnotationMapper:
         hints = {
             hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()
         }  # "yes" is true to apcore
-        meta = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
+        meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta |= {"apcore/version": descriptor.version, "apcore/tags": descriptor.tags}
         return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
 
