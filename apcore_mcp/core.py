@@ -391,7 +391,7 @@ class _Tool:
         self.annotations = self.told.annotations
         self.sensitive_output: JSONSchema = {}  # what results are redacted by; {} when nothing is sensitive
         self.media: dict[str, str] = {}  # output properties that are sent as files, with their media types
-        if len(self.module_id) > _MCP_NAME_MAX:
+        if len(self.module_id) > _MCP_NAME_MAX and options.tool_names != "portable":
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
         if returned := self._convert_output(options.redact_output):
