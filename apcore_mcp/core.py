@@ -1148,7 +1148,6 @@ def _cancel(calls: Iterable[_Call]) -> None:
 
 
 _NOBODY = "Nobody can be asked"
-_FORMS: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
 
 
 class ElicitationApprovalHandler(AlwaysDenyHandler):
@@ -1173,7 +1172,8 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
             shown = _redact(request.arguments, _input_schema(definition))
         told = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
         kind = f" It is annotated as {' and '.join(told)}." if told else ""
-        return f"Let {request.module_id} run?{kind}\nArguments: {_to_text(shown)[:2000]}"
+        arguments = _text_of(json.dumps(shown, ensure_ascii=False, default=_text_of))[:2000]
+        return f"Let {request.module_id} run?{kind}\nArguments: {arguments}"
 
 
 class _LetThrough(Exception):
@@ -1342,7 +1342,8 @@ class _ExecutionRouter:
                 _cancel([call])
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
-                raise _protocol_error(-32021, "Client did not declare form elicitation", _FORMS) from None
+                required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
+                raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
             return _ErrorMapper(tool, call.arguments, call.involved.values(), self._options.registry).to_result(error)
         finally:
             call.session = None
