@@ -1170,24 +1170,18 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
         definition = request.context.executor.registry.get_definition(request.module_id)
         with contextlib.suppress(AttributeError, KeyError, ValueError):
             shown = _redact(request.arguments, _input_schema(definition))
-        told = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
-        kind = f" It is annotated as {' and '.join(told)}." if told else ""
+        told = " and ".join(name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name))
         arguments = _text_of(json.dumps(shown, ensure_ascii=False, default=_text_of))[:2000]
-        return f"Let {request.module_id} run?{kind}\nArguments: {arguments}"
-
-
-class _LetThrough(Exception):
-    """Approval is needed, and nobody can be asked: the call runs, as without a handler, and without an audit of it."""
+        return f"Let {request.module_id} run?{f' It is annotated as {told}.' * bool(told)}\nArguments: {arguments}"
 
 
 async def _let_through(request: ApprovalRequest) -> ApprovalResult:
     logger.warning("Module %s needs approval, but its client cannot ask; letting it run", request.module_id)
-    raise _LetThrough
+    return ApprovalResult(status="approved", reason=_NOBODY)
 
 
 _ASKING, _LENIENT = ElicitationApprovalHandler(), CallbackApprovalHandler(_let_through)
-_APPROVERS: dict[str, ApprovalHandler | None]
-_APPROVERS = {"auto": _ASKING, "require": _ASKING, "deny": AlwaysDenyHandler(), "off": None}
+_APPROVERS = dict[str, ApprovalHandler | None](auto=_ASKING, require=_ASKING, deny=AlwaysDenyHandler(), off=None)
 
 
 class _ApprovalGate(BuiltinApprovalGate):
@@ -1212,17 +1206,15 @@ class _ApprovalGate(BuiltinApprovalGate):
             gate.set_handler(self._approver(call))
         try:
             return await gate.execute(ctx)
-        except _LetThrough:
-            return StepResult(action="continue")
         finally:
             if ours and context.global_deadline is not None:
                 context.global_deadline += time.time() - started
 
     def _approver(self, call: _Call) -> ApprovalHandler | None:
         approval, strict = call.options.approval, self.policy is not None and self.policy.strict
-        if not isinstance(approval, str):
-            return approval
-        return _LENIENT if approval == "auto" and not (strict or call.can_ask) else _APPROVERS[approval]
+        if approval == "auto" and not (strict or call.can_ask):
+            return _LENIENT
+        return _APPROVERS[approval] if isinstance(approval, str) else approval
 
 
 def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
@@ -1288,8 +1280,6 @@ class _ExecutionRouter:
         if call is None or call.caller != _caller(ctx.request):
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self.parked[state]
-        if call.task.done():
-            return call
         call.attach(ctx)
         if (key := call.question[0]) in responses or not call.can_ask:
             call.settle(responses.get(key))
@@ -1306,6 +1296,7 @@ class _ExecutionRouter:
                 _cancel([call])
                 raise
             if call.task.done():
+                call.session = None
                 return call.task.result()
             call.turn.clear()
             if len(self.parked) < _PARKED_MAX:
