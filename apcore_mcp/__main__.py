@@ -31,8 +31,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         parents=[own],
     )
-    metrics = "serve Prometheus metrics at /metrics (HTTP transports)"
-    parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help=metrics)
+    parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
     for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
         flag: dict[str, Any] = dict(option.metadata)
         if isinstance(option.default, bool):

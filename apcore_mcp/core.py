@@ -429,11 +429,13 @@ class _Tool:
         promise = _promise(schema, views if redacts else [], self.media)
         return {**promise, "type": "object"} if _admits_object(promise) else {}
 
+    @functools.cached_property
+    def _portable_definition(self) -> dict[str, Any]:
+        return {**self._definition, "name": _portable_name(self.module_id)}
+
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        if portable:
-            return {**self._definition, "name": _portable_name(self.module_id)}
-        return self._definition
+        return self._portable_definition if portable else self._definition
 
 
 # Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
@@ -889,7 +891,7 @@ class _ToolCatalog:
 
     def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
         """The tools as `tools/list` sends them, not to be written to."""
-        return [tool.definition(portable=portable) for tool in self.tools.values()]
+        return [tool.definition(portable=portable) for name, tool in self._now().items() if name == tool.module_id]
 
     def each(self, make: Callable[[_Tool], T]) -> list[T]:
         """What `make` gives for each listed tool; one for which it fails is left out with a WARNING."""
