@@ -111,7 +111,7 @@ def checks(client: Client, *target: str, names: list[str] = CHECKS, **environmen
     program = str(NODE_PROGRAM) if client.script.endswith(".mjs") else program
     try:
         environment |= {"PATH": NODE_PATH, "NODE_FOLDER": str(NODE), "ERA": client.era}
-        done = run([program, str(HERE / "clients" / client.script), *target], seconds=120, environment=environment)
+        done = run([program, str(HERE / "clients" / client.script), *target], seconds=240, environment=environment)
         if done.returncode == 0:
             found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
             return found

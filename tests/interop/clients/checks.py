@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 200
 
 
 @dataclass
