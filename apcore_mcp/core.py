@@ -51,6 +51,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -865,7 +866,7 @@ class _ToolCatalog:
         self._changed = deque(self._registry.list())
         self._closed = threading.Event()
 
-    def follow(self, on_change: Callable[[], None]) -> None:
+    def follow(self, on_change: Callable[[], object]) -> None:
         """Take in every change from now on; `on_change` is called on the thread of each."""
         self._on_change = on_change
         if self._options.dynamic:
@@ -903,7 +904,8 @@ class _ToolCatalog:
 
     def _note_change(self, module_id: str, _module: object = None) -> None:
         self._changed.append(module_id)
-        self._on_change()
+        if not self._closed.is_set():  # or nobody may be left to tell
+            self._on_change()
 
     def _now(self) -> dict[str, _Tool]:
         with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
@@ -1371,7 +1373,6 @@ _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client on stdio, as the
 # What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
-_LISTS = frozenset({"tools/list", "resources/list", "resources/templates/list"})
 
 
 def _connection_of(session: ServerSession) -> Connection:
@@ -1418,7 +1419,7 @@ class _Bridge:
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.connections = weakref.WeakSet[Any]()  # cancel scopes of what else would go on for ever
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -1429,7 +1430,7 @@ class _Bridge:
             on_list_resource_templates=cast(Any, self._list_resource_templates),
             on_read_resource=cast(Any, self._read_resource),
             on_subscribe_resource=cast(Any, self._subscribe),
-            on_unsubscribe_resource=cast(Any, self._unsubscribe),
+            on_unsubscribe_resource=cast(Any, self._subscribe),
             on_subscriptions_listen=self._listen,
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
@@ -1439,25 +1440,14 @@ class _Bridge:
 
     async def __aenter__(self) -> _Bridge:
         loop = asyncio.get_running_loop()
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed; nobody is left to tell
-                loop.call_soon_threadsafe(self._changed.set)
-
-        self.catalog.follow(wake)
-        self.start(self._announce())
+        self.catalog.follow(functools.partial(loop.call_soon_threadsafe, self._changed.set))
+        self._announcer = loop.create_task(self._announce())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.catalog.close()
+        self._announcer.cancel()
         await self.finish()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def start(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def finish(self) -> None:
         """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
@@ -1470,8 +1460,8 @@ class _Bridge:
             self.router.stop()
             await asyncio.wait({idle}, timeout=0.5)  # who asked is told, if that is quickly done
         idle.cancel()
-        for task in self._tasks:
-            task.cancel()
+        for connection in self.connections:
+            connection.cancel()
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1487,7 +1477,7 @@ class _Bridge:
         connection, told = _connection_of(ctx.session), (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
         if told not in (None, ctx.protocol_version) and ctx.method != "initialize":
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
-        if ctx.method in _LISTS and (ctx.params or {}).get("cursor") is not None:
+        if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
         if ctx.method == "tools/list" and connection.initialize_accepted:
             validate_client_request(ctx.method, ctx.protocol_version, ctx.params)
@@ -1528,13 +1518,10 @@ class _Bridge:
         return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.resource}
 
     async def _subscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
-        """Follow a resource, in the handshake's way; from 2026-07-28 on, that is part of listening."""
+        """Follow a resource, or no longer, in the handshake's way; from 2026-07-28 on, that is part of listening."""
         await self._read_resource(ctx, params)  # nothing else can be followed
-        _connection_of(ctx.session).state.setdefault("uris", set()).add(params.uri)
-        return {}
-
-    async def _unsubscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
-        _connection_of(ctx.session).state.setdefault("uris", set()).discard(params.uri)
+        uris = _connection_of(ctx.session).state.setdefault("uris", set())
+        (uris.add if ctx.method == "resources/subscribe" else uris.discard)(params.uri)
         return {}
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
@@ -1554,7 +1541,7 @@ class _Bridge:
             nonlocal telling
             if not isinstance(event, ResourceUpdated) or event.uri in uris:
                 waiting[event] = None
-                telling = self.start(tell()) if telling is None or telling.done() else telling
+                telling = asyncio.create_task(tell()) if telling is None or telling.done() else telling
 
         async def tell() -> None:
             while waiting:
@@ -1578,6 +1565,7 @@ class _Bridge:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
+_HOST = re.compile(r"[\w.:%[\]-]+", re.ASCII)  # no "@", behind which another host would stand
 _SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
 
 
@@ -1603,8 +1591,7 @@ class _Guard:
         self._app, self._bridge, options = app, bridge, bridge.options
         self._explorer = Mount(options.explorer_prefix, routes=[])
         given, own = options.allowed_hosts or (), _address(urlsplit(options.url).netloc)
-        # Not even "*" takes an "@": what is before one is no host, and what is behind it is another.
-        patterns = [re.escape(name.lower()).replace(r"\*", "[^@]*") for name in given if name != "*"]
+        patterns = [re.escape(name.lower()).replace(r"\*", ".*") for name in given if name != "*"]
         self._named = re.compile("|".join(patterns))
         self._only_local = not given and own is not None and own.is_loopback
         self._any = "*" in given or not (given or self._only_local)
@@ -1635,7 +1622,7 @@ class _Guard:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = media_type == "application/json" or request.method != "POST"
         faults = {
-            (421, "Invalid Host header"): not host or not known,
+            (421, "Invalid Host header"): not known or not _HOST.fullmatch(host),
             (403, "Invalid Origin header"): not {*origins} <= {f"http://{host}", f"https://{host}"},
             (415, "Content-Type must be application/json"): not is_json,
         }
@@ -1775,10 +1762,13 @@ class _SSEEndpoint:
         self._bridge, self._transport = bridge, transport
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from anyio import CancelScope
+
         server = self._bridge.server
         async with self._transport.connect_sse(scope, receive, send) as streams:
-            connection = self._bridge.start(server.run(*streams, server.create_initialization_options()))
-            await asyncio.gather(connection, return_exceptions=True)
+            with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
+                self._bridge.connections.add(connection)
+                await server.run(*streams, server.create_initialization_options())
 
 
 @contextlib.asynccontextmanager

@@ -166,9 +166,9 @@ async def test_who_follows_a_resource_is_told_when_it_changes(mode: str, transpo
 @pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
 async def test_only_a_listed_resource_can_be_followed() -> None:
     async with connect({"doc.a": documented(documentation="one")}, mode=HANDSHAKE) as client:
-        with pytest.raises(MCPError, match="Resource not found"):
-            await client.subscribe_resource("docs://doc.none")
-        await client.unsubscribe_resource("docs://doc.none")
+        for ask in (client.subscribe_resource, client.unsubscribe_resource):
+            with pytest.raises(MCPError, match="Resource not found"):
+                await ask("docs://doc.none")
 
 
 def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:
