@@ -757,11 +757,10 @@ _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example
 
 def _samples(schema: JSONSchema) -> list[Any]:
     """A value that `schema` accepts, as telling as can be made up; none when none is found, as for most patterns."""
-    values = [schema[key] for key in ("const", "default") if key in schema]
-    values += [*schema.get("examples", ()), *schema.get("enum", ())]
+    values = [*schema.get("examples", ()), *schema.get("enum", ())]
+    values += [schema[key] for key in ("const", "default", "minimum", "maximum", "multipleOf") if key in schema]
     values += [value for part in _branches(schema, _BESIDE) for value in _samples(part)]
     text = _TEXTS.get(schema.get("format", ""), "text").ljust(min(schema.get("minLength", 0), 1_000), "x")
-    values += [schema[key] for key in ("minimum", "maximum", "multipleOf") if key in schema]
     items = _samples(schema["items"]) if "items" in schema else ["text"]
     fields, names = schema.get("properties", {}), schema.get("required", ())
     values.append({name: value for name in names for value in _samples(fields.get(name, {}))})
@@ -803,8 +802,8 @@ def _fields(schema: JSONSchema) -> str:
 
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    known = tool.annotations
-    again = "it only reads" if known.readonly else "to call it again changes nothing more"
+    known, module_id = tool.annotations, tool.module_id
+    repeatable = known.readonly or known.idempotent
     notes = {
         "It only reads.": known.readonly,
         "It may destroy data that cannot be brought back.": known.destructive,
@@ -817,22 +816,23 @@ def _document(tool: _Tool) -> str:
     files = [f"`{name}` comes beside it, as content of type `{kind}`." for name, kind in tool.media.items()]
     returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
     inputs = [each["inputs"] for each in _examples(tool)] or _samples(tool.input_schema)
-    calls = [{"method": "tools/call", "params": {"name": tool.module_id, "arguments": each}} for each in inputs]
+    calls = [{"method": "tools/call", "params": {"name": module_id, "arguments": each}} for each in inputs]
     usage = "\n\n".join(_fenced({"jsonrpc": "2.0", "id": 1, **call}) for call in calls)
     further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
-    name = f"`{tool.module_id}`, or `{_portable_name(tool.module_id)}`; version {tool.descriptor.version}"
     sections = {
         "Tool Purpose and Description": f"{tool.told.description}\n\n{further}".strip(),
-        "Invocation Name": name,
+        "Invocation Name": f"`{module_id}`, or `{_portable_name(module_id)}`; version {tool.descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
-        "Idempotency": f"Idempotent: {again}." if known.readonly or known.idempotent else "Not idempotent.",
+        "Idempotency": "Idempotent: to repeat a call changes nothing."
+        if repeatable
+        else "Not idempotent: each counts.",
         "Usage Examples (for MCP context)": usage or "None can be made up from the schema.",
         "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
     }
     text = "\n\n".join(f"### {n}. {title}\n\n{body}" for n, (title, body) in enumerate(sections.items(), 1))
-    return f"## {tool.descriptor.name or tool.module_id}\n\n{text}\n"
+    return f"## {tool.descriptor.name or module_id}\n\n{text}\n"
 
 
 # ---- Catalog: the registry as a list of tools that follows it; any thread ----
@@ -928,7 +928,9 @@ class _ToolCatalog:
                     return None
                 descriptor = self._registry.get_definition(module_id)
                 # apcore looks a module up first and then what is said of it, which may be of its successor.
-                if descriptor is not None and module is self._registry.get(module_id):
+                if module is self._registry.get(module_id):
+                    if descriptor is None:
+                        raise LookupError("it has no definition")
                     return _Tool(descriptor, self._options)
         return None
 
