@@ -631,9 +631,8 @@ def _failure(text: str, code: str, **report: Any) -> dict[str, Any]:
 
     No `structuredContent`: the TypeScript client would hold it against the output schema.
     """
-    told = {"status": "failure", "error_type": code, "error_message": text, **report}
-    content = [{"type": "text", "text": text}]
-    return {"content": content, "isError": True, "resultType": "complete", "_meta": {"apcore-mcp/error": told}}
+    meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
+    return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
 
 
 def _check(value: Any, validator: Draft202012Validator, what: str) -> None:
@@ -699,8 +698,7 @@ class _ErrorMapper:
         if isinstance(error, SchemaValidationError):
             return self._tell_validation(error, step, withheld)
         sentence = _SENTENCES.get(code, _ANY_OTHER)
-        if withheld and code in _SENTENCES:
-            sentence = sentence.partition(":")[0]
+        sentence = sentence.partition(":")[0] if withheld and code in _SENTENCES else sentence
         facts = {key: _text_of(error.details.get(key, "")) for key in ("module_id", "timeout_ms")}
         text = sentence.format(**facts, code=code, message=_text_of(error.message))
         if code == "MODULE_TIMEOUT":
@@ -825,9 +823,7 @@ def _document(tool: _Tool) -> str:
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
-        "Idempotency": "Idempotent: to repeat a call changes nothing."
-        if repeatable
-        else "Not idempotent: each counts.",
+        "Idempotency": "Idempotent: to repeat it changes nothing." if repeatable else "Not idempotent: each counts.",
         "Usage Examples (for MCP context)": usage or "None can be made up from the schema.",
         "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
     }

@@ -101,7 +101,7 @@ def test_every_example_module_has_a_document_whose_examples_are_valid_calls(
     assert "may destroy data" in trash[SECTIONS[7]]
     assert "Not idempotent" in trash[SECTIONS[5]]
     assert "sensitive values" in documents["security.password_strength"][SECTIONS[7]]
-    assert "Idempotent: to repeat a call changes nothing." in documents["text.analyze"][SECTIONS[5]]
+    assert "Idempotent: to repeat it changes nothing." in documents["text.analyze"][SECTIONS[5]]
 
 
 def test_an_example_is_made_up_from_the_schema_when_the_module_has_none(
