@@ -217,59 +217,51 @@ class _SchemaConverter:
     """
 
     def __init__(self, schema: JSONSchema) -> None:
-        self._schema = schema
-        self._resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-        self._nodes = self._level = 0
-        self._open = {id(schema): "#"}  # the schemas being written out, outermost first, and how they were referred to
+        self._schema, self._nodes = schema, 0
 
     def inline(self) -> JSONSchema:
         """Return the schema without references and without definitions. Source: SRS FR-SCHEMA-002."""
-        return self._visit(self._schema, may_have_id=True)
+        resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(self._schema)).resolver()
+        return self._visit(self._schema, resolver, {id(self._schema): "#"}, 1)
 
-    def _visit(self, node: JSONSchema, *_place: object, may_have_id: bool = False) -> JSONSchema:
+    def _visit(self, node: JSONSchema, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
+        """Copy `node`. `opened` are the schemas that references led to, outermost first, and by which."""
         self._nodes += 1
-        self._level += 1
-        if self._nodes > _NODES_MAX or self._level > _LEVELS_MAX:
+        if self._nodes > _NODES_MAX or level > _LEVELS_MAX:
             raise _Unconvertible(f"Written out, the schema has more than {_NODES_MAX} nodes or {_LEVELS_MAX} levels")
         for keyword, value in node.items():
             if not (_is_legal if isinstance(value, str | int) else _is_legal.__wrapped__)(keyword, value):
                 raise ValueError(f"Not a JSON Schema (2020-12): {keyword!r} cannot be {value!r:.80}")
-        if "$dynamicRef" in node or ("$id" in node and not may_have_id):
+        if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
         kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
-        result = _map_subschemas(kept, self._visit)
-        self._level -= 1
+        result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened, level + 1))
         if result.get("enum") == []:  # legal, but not to AJV
             return {"not": {}}
         if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
             result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
             return result
-        target = self._target(result.pop("$ref"))
+        target = self._target(result.pop("$ref"), resolver, opened, level)
         if all(map(_is_annotation, result)):
             return {**target, **result}
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
 
-    def _target(self, ref: str) -> JSONSchema:
-        if len(self._open) > _REF_DEPTH_MAX:
+    def _target(self, ref: str, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
+        if len(opened) > _REF_DEPTH_MAX:
             raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
         try:
-            resolved = self._resolver.lookup(ref)
+            resolved = resolver.lookup(ref)
         except Unresolvable:
             raise KeyError(_last_step(ref)) from None
         target = resolved.contents
         if isinstance(target, bool):
             return {} if target else {"not": {}}
-        if id(target) in self._open:
-            steps = [*self._open.values()][[*self._open].index(id(target)) :]
+        if id(target) in opened:
+            steps = [*opened.values()][[*opened].index(id(target)) :]
             raise _Unconvertible(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
-        outer, self._resolver = self._resolver, resolved.resolver
-        self._open[id(target)] = ref
-        inlined = self._visit(target, may_have_id=True)
-        del self._open[id(target)]
-        self._resolver = outer
-        return inlined
+        return self._visit(target, resolved.resolver, {**opened, id(target): ref}, level)
 
 
 def _plain(value: Any) -> Any:
@@ -349,9 +341,8 @@ class _AnnotationMapper:
     def to_mcp(self) -> dict[str, Any]:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
         descriptor, title = self._descriptor, {"title": self._descriptor.name} if self._descriptor.name else {}
-        hints = {
-            hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()
-        }  # "yes" is true to apcore
+        # To apcore anything is true or false, to clients only those two are.
+        hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
         meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta |= {"apcore/version": descriptor.version, "apcore/tags": descriptor.tags}
         return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
@@ -401,6 +392,7 @@ class _Tool:
         # where it stands in the answer.
         self._definition: dict[str, Any]
         [[[[[[self._definition]]]]]] = _plain([[[[[[definition]]]]]])
+        self._portable = {**self._definition, "name": _portable_name(self.module_id)}
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.has_sensitive_input = _marks_sensitive(self.input_schema)
@@ -430,13 +422,9 @@ class _Tool:
         promise = _promise(schema, views if redacts else [], self.media)
         return {**promise, "type": "object"} if _admits_object(promise) else {}
 
-    @functools.cached_property
-    def _portable_definition(self) -> dict[str, Any]:
-        return {**self._definition, "name": _portable_name(self.module_id)}
-
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return self._portable_definition if portable else self._definition
+        return self._portable if portable else self._definition
 
 
 # Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
