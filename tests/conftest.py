@@ -83,7 +83,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], seconds: float = 15) -> None:
+def until(condition: Callable[[], Any], seconds: float = 30) -> None:
     """Wait for `condition`; fails when it does not come true in time."""
     limit = time.monotonic() + seconds
     while not condition():

@@ -99,7 +99,7 @@ class Server(NamedTuple):
     def ask(self, tool: str, **arguments: Any) -> Any:
         """A well-behaved call, on a connection of its own."""
         posted = modern("tools/call", {"name": tool, "arguments": arguments})
-        with httpx.Client(timeout=15, verify=False) as client:
+        with httpx.Client(timeout=30, verify=False) as client:
             return answer(client.post(f"http://127.0.0.1:{self.port}/mcp", **posted))["result"]["structuredContent"]
 
     def counted(self) -> tuple[int, int, int]:
@@ -136,7 +136,7 @@ def server(program: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
             until(lambda: b"server started" in log.read_bytes() or process.poll() is not None, seconds=40)
             assert process.poll() is None, log.read_text()
             served = Server(process.pid, port, log)
-            with httpx.Client(timeout=15, verify=False) as client:  # what is made on first use is no leak
+            with httpx.Client(timeout=30, verify=False) as client:  # what is made on first use is no leak
                 endpoint = f"http://127.0.0.1:{port}/mcp"
                 client.delete(endpoint, headers=handshake(client, endpoint)[1])
             yield served
@@ -201,7 +201,7 @@ def sent_until(when: str, era: str, session: dict[str, str]) -> bytes:
 def come_and_vanish(server: Server, when: str, era: str, *, reset: bool) -> None:
     """Five clients at once, each on its own connection and, in the handshake era, in its own session."""
     endpoint = f"http://127.0.0.1:{server.port}/mcp"
-    with httpx.Client(timeout=15, verify=False) as opener:
+    with httpx.Client(timeout=30, verify=False) as opener:
         sessions = [handshake(opener, endpoint)[1] if era == HANDSHAKE else {} for _ in range(5)]
         connections = [server.connect(sent_until(when, era, session)) for session in sessions]
         if when == "in-call":
@@ -254,7 +254,7 @@ def test_answers_that_nobody_fetched_are_forgotten(server: Server, era: str) -> 
 
 
 def test_a_body_that_trickles_in_is_served_and_holds_up_nobody(server: Server, mode: str) -> None:
-    with server.losing_nothing(), httpx.Client(timeout=15, verify=False) as opener:
+    with server.losing_nothing(), httpx.Client(timeout=30, verify=False) as opener:
         endpoint = f"http://127.0.0.1:{server.port}/mcp"
         session = handshake(opener, endpoint)[1] if mode == HANDSHAKE else {}
         with server.connect() as connection:
