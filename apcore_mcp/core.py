@@ -148,7 +148,7 @@ _RULES = {
 }
 
 
-@functools.lru_cache(maxsize=1_000, typed=True)
+@functools.lru_cache(maxsize=256, typed=True)
 def _is_legal(keyword: str, value: Any) -> bool:
     return keyword not in _RULES or bool(_RULES[keyword].is_valid(value))
 
@@ -205,7 +205,7 @@ def _is_annotation(keyword: str) -> bool:
 
 
 class _Unconvertible(ValueError):
-    """A legal schema that cannot be written out."""
+    """A legal schema that cannot be written out: an output schema costs its tool only that."""
 
 
 class _SchemaConverter:
@@ -213,7 +213,7 @@ class _SchemaConverter:
 
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
     is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
-    deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference to nothing.
+    deep, a dynamic one, and a result of more than 50,000 nodes or 100 levels; with KeyError for a reference to nothing.
     """
 
     def __init__(self, schema: JSONSchema) -> None:
