@@ -1124,7 +1124,7 @@ def _cancel(calls: Iterable[_Call]) -> None:
         call.token.cancel()
         call.answer.cancel()
     for task in asyncio.all_tasks():
-        if any(isinstance(value, Context) and id(value.data) in contexts for value in _locals(task.get_coro())):
+        if any(type(value) is Context and id(value.data) in contexts for value in _locals(task.get_coro())):
             tasks.add(task)
     for task in tasks - {asyncio.current_task()}:
         task.cancel()
@@ -1140,6 +1140,12 @@ def _cancel(calls: Iterable[_Call]) -> None:
 _NOBODY = "Nobody can be asked"
 
 
+def _call_of(context: Context[Any]) -> _Call | None:
+    """The tool call that a module runs for, also where it was called by another without its context."""
+    call = context.data.get(_CALL_KEY)
+    return call if isinstance(call, _Call) else _RUNNING.get()
+
+
 class ElicitationApprovalHandler(AlwaysDenyHandler):
     """Approval by the user who made a call, asked for by elicitation; an Executor takes it as its `approval_handler`.
 
@@ -1147,12 +1153,12 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
     """
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        call = request.context.data.get(_CALL_KEY)
+        call = _call_of(request.context)
         if call is None or not call.can_ask:
             return ApprovalResult(status="rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await elicit(request.context, self._question(request), schema, key="approval")
+        answer = await call.data[MCP_ELICIT_KEY](self._question(request), schema, "approval")
         return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
     def _question(self, request: ApprovalRequest) -> str:
@@ -1186,18 +1192,17 @@ class _ApprovalGate(BuiltinApprovalGate):
         self._gate = gate
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
-        call, context, started = ctx.context.data.get(_CALL_KEY), ctx.context, time.time()
-        ours = isinstance(call, _Call)
-        if cause := call if ours else _RUNNING.get():
-            cause.involved[ctx.module_id] = ctx.module
+        call, context, started = _call_of(ctx.context), ctx.context, time.time()
         gate = object.__new__(type(self._gate))
         vars(gate).update(vars(self))
-        if ours and self.handler is None:
-            gate.set_handler(self._approver(call))
+        if call is not None:
+            call.involved[ctx.module_id] = ctx.module
+            if self.handler is None:
+                gate.set_handler(self._approver(call))
         try:
             return await gate.execute(ctx)
         finally:
-            if ours and context.global_deadline is not None:
+            if call is not None and context.global_deadline is not None:
                 context.global_deadline += time.time() - started
 
     def _approver(self, call: _Call) -> ApprovalHandler | None:

@@ -707,6 +707,23 @@ async def test_each_server_of_one_executor_decides_about_its_own_calls(mode: str
     assert len(ran) == runs + 2
 
 
+@pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "no", 0), ("auto", "yes", 1)])
+async def test_what_a_module_calls_without_its_context_needs_approval_too(
+    mode: str, approval: str, user: str, runs: int
+) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}))
+
+    async def wipe(inputs: dict[str, Any], context: Any) -> Any:
+        return await executor.call_async("wipe", inputs)
+
+    executor.registry.register("outer", FunctionalModule(wipe))
+    arguments, _ = asking(EVERYONE[user])
+    async with connect(executor, mode=mode, client=arguments, approval=approval) as client:
+        await client.call_tool("outer")
+    assert len(ran) == runs
+
+
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
 async def test_auto_lets_through_only_what_apcore_would(mode: str, user: str, runs: int) -> None:
     ran: list[dict[str, Any]] = []
