@@ -1781,11 +1781,9 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
         routes = [Mount("/messages/", transport.handle_post_message)]
         routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
     routes += _own_routes(bridge)
-    middleware = [Middleware(cast(Any, _Guard), bridge=bridge)]
-    middleware += [
-        Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
-        *(options.middleware or ()),
-    ]
+    # The guard comes second: a body may take its time, and while it does the server may have ended.
+    bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
+    middleware = [bounded, Middleware(cast(Any, _Guard), bridge=bridge), *(options.middleware or ())]
     running = sessions.run()
     await running.__aenter__()
     try:

@@ -861,7 +861,7 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
     return stuck
 
 
-async def test_what_clients_leave_unread_does_not_hold_the_exit_past_the_grace_period() -> None:
+async def test_what_clients_leave_unread_or_unsaid_does_not_hold_the_exit_past_the_grace_period() -> None:
     async def end(transport: str, clients: int) -> None:
         async with program(transport) as server:
             with contextlib.ExitStack() as stack:
@@ -875,6 +875,12 @@ async def test_what_clients_leave_unread_does_not_hold_the_exit_past_the_grace_p
                             _, request["headers"] = await asyncio.to_thread(handshake, opener, f"{server.url}/mcp")
                         stuck = await asyncio.to_thread(post_and_stop_reading, f"{server.url}/mcp", **request)
                     stack.enter_context(contextlib.closing(stuck))
+                for method in ("GET", "POST"):  # and one that never sends the rest of its request
+                    slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
+                    head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                    slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+                for _ in range(5):  # round trips behind which the server has seen all of that
+                    assert (await asyncio.to_thread(opener.get, f"{server.url}/health")).status_code == 200
                 opener.close()
                 began = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)
