@@ -95,7 +95,6 @@ if TYPE_CHECKING:
     from mcp.server.connection import Connection
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
     from mcp.server.session import ServerSession
-    from mcp.server.sse import SseServerTransport
     from mcp.shared.message import SessionMessage
     from mcp_types import CallToolRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
@@ -1746,20 +1745,14 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     return routes + (_Explorer(bridge).routes() if options.explorer else [])
 
 
-class _SSEEndpoint:
-    """The deprecated SSE transport's stream, one MCP connection per GET."""
+async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """One MCP connection of the deprecated SSE transport, whose stream is the answer to one GET."""
+    from anyio import CancelScope
 
-    def __init__(self, bridge: _Bridge, transport: SseServerTransport) -> None:
-        self._bridge, self._transport = bridge, transport
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from anyio import CancelScope
-
-        server = self._bridge.server
-        async with self._transport.connect_sse(scope, receive, send) as streams:
-            with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
-                self._bridge.connections.add(connection)
-                await server.run(*streams, server.create_initialization_options())
+    async with transport.connect_sse(scope, receive, send) as streams:
+        with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
+            bridge.connections.add(connection)
+            await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
 
 @contextlib.asynccontextmanager
@@ -1778,8 +1771,11 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
-        routes = [Mount("/messages/", transport.handle_post_message)]
-        routes.append(Route("/sse", _SSEEndpoint(bridge, transport), methods=["GET"]))
+
+        async def sse(request: Request) -> Any:
+            return functools.partial(_stream, bridge, transport)
+
+        routes = [Mount("/messages/", transport.handle_post_message), Route("/sse", sse)]
     routes += _own_routes(bridge)
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
