@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from apcore import Registry
 
@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             again = ["--extensions-dir", directory, *own.parse_known_args(argv)[1]]
             exported = _export(checked, export, again)
-        cast(Any, sys.stdout).reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the terminal's is
-        print(exported, flush=True)
+        # In UTF-8 whatever the terminal's encoding is, and though a module has closed or replaced `sys.stdout`.
+        with open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stdout:
+            print(exported, file=stdout)
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TypeError | ValueError) else 2

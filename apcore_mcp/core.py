@@ -2285,6 +2285,8 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
     told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and value is not False}
     if schema.get("format", "date") not in SUPPORTED_FORMATS:
         told["format"] = schema["format"]
+    if re.search(r"\(\?<?[=!]", schema.get("pattern", "")):  # it looks around, as pydantic's of a Decimal
+        told["pattern"] = schema["pattern"]
     mapped = _map_subschemas(schema, _to_strict)
     strict = {key: mapped[key] for key in mapped if key in _STRICT_KEEPS - _STRICT_TELLS and key not in told}
     if told:
@@ -2295,8 +2297,7 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
     if "properties" in schema or "object" in _types(schema):
         required, properties = schema.get("required", ()), strict.get("properties", {})
         strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
-        strict["required"] = sorted(properties)
-        strict["additionalProperties"] = False
+        strict |= {"required": sorted(properties), "additionalProperties": False}
     return strict
 
 
@@ -2350,8 +2351,7 @@ def to_openai_tools(
     for module_id in catalog.tools:
         if "-" in module_id:
             raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
-    converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
-    return catalog.each(converter.convert)
+    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
@@ -2459,13 +2459,13 @@ def _load(file: DiscoveredModule, registry: Registry) -> None:
     defined = cast(Any, resolve_entry_point(file.file_path, {"entry_point": "__dict__"}))
     own = {name: value for name, value in defined.items() if getattr(value, "__module__", "") == defined["__name__"]}
     hosts = (getattr(value, "apcore_module", None) for value in own.values() if inspect.isfunction(value))
-    functions = {function.module_id: function for function in hosts if function is not None}
+    functions = dict.fromkeys(function for function in hosts if function is not None)
     classes = {value for name, value in own.items() if inspect.isclass(value) and chosen in ("", name)}
     modules = [value for value in classes if not validate_module(value)]
     if len(modules) > 1 or not (modules or functions):
         raise ImportError("it has to define one module class (schemas, description, execute), or @module functions")
-    for module_id, function in functions.items():
-        registry.register(re.sub("^apcore_ext_[^.]*", file.canonical_id, module_id), function)
+    for function in functions:
+        registry.register(re.sub("^apcore_ext_[^.]*", file.canonical_id, function.module_id), function)
     for module in modules:
         version = metadata.get("version") or getattr(module, "version", "1.0.0")
         registry.register(file.canonical_id, module(), str(version), metadata)

@@ -228,10 +228,10 @@ def test_an_export_is_nothing_but_json_although_the_modules_print(extensions: Pa
     ],
 )
 def test_tags_and_prefix_choose_what_is_exported(
-    extensions: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
+    extensions: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
 ) -> None:
     assert main(["--extensions-dir", str(extensions), "--export", "openai", *arguments]) == 0
-    assert sorted(exported_names(capsys.readouterr().out)) == names
+    assert sorted(exported_names(capfd.readouterr().out)) == names
 
 
 def test_options_reach_the_server_and_its_start_is_logged() -> None:
@@ -362,8 +362,26 @@ def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(ext
     assert (extensions / "maths" / "imported").read_text() == "once " * 2
 
 
+def test_the_second_of_two_functions_with_one_id_is_not_served_in_silence(extensions: Path) -> None:
+    function = "@module(id='a.b', description='{0}')\ndef {0}() -> int: return 1\n"
+    text = "from apcore.decorator import module\n" + function.format("first") + function.format("second")
+    (extensions / "twins.py").write_text(text)
+    ended = run("--extensions-dir", str(extensions), "--export", "mcp", "--prefix", "a.")
+    assert [tool["description"] for tool in json.loads(ended.stdout)] == ["first"]
+    assert "twins.py is left out" in ended.stderr
+    assert "'a.b' is already registered" in ended.stderr
+
+
+@pytest.mark.parametrize("what", ["stdout = None", "stdout.close()", "stdout = open(__file__)"])
+def test_an_export_reaches_its_reader_whatever_a_file_does_with_stdout(extensions: Path, what: str) -> None:
+    (extensions / "loud.py").write_text(f"import sys\nsys.{what}\n" + MODULE.format(tag="loud"))
+    ended = run("--extensions-dir", str(extensions), "--export", "openai", "--tags", "loud")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(exported_names(ended.stdout)) == ["loud", "voice-say"]
+
+
 def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
-    extensions: Path, capsys: pytest.CaptureFixture[str]
+    extensions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (extensions / "voice" / "say_meta.yaml").write_text(
         "version: 1.5\ndescription: Told beside\nentry_point: say:Other"
@@ -375,7 +393,7 @@ def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
         "from apcore.decorator import module\n@module(id='voice.say')\ndef f() -> int: return 1\n"
     )
     assert main(["--extensions-dir", str(extensions), "--export", "mcp", "--prefix", "voice"]) == 0
-    tools = json.loads(capsys.readouterr().out)
+    tools = json.loads(capfd.readouterr().out)
     told = {tool["name"]: (tool["description"], tool["_meta"]["apcore/version"]) for tool in tools}
     assert told == {"voice.say": ("Told beside", "1.5"), "voice.shout": ("Say it", "2")}
 
@@ -456,18 +474,18 @@ def test_the_exported_client_entry_starts_this_server_from_anywhere(
     ids=["streamable-http", "sse"],
 )
 def test_the_exported_client_entry_of_an_http_server_is_its_address(
-    extensions: Path, capsys: pytest.CaptureFixture[str], flags: list[str], entry: dict[str, str]
+    extensions: Path, capfd: pytest.CaptureFixture[str], flags: list[str], entry: dict[str, str]
 ) -> None:
     arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", "streamable-http", *flags]
     assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out) == {"mcpServers": {"apcore-mcp": entry}}
+    assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": entry}}
 
 
 def test_a_client_entry_is_refused_for_what_would_not_start(
-    extensions: Path, capsys: pytest.CaptureFixture[str]
+    extensions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--extensions-dir", str(extensions), "--export", "client", "--explorer-prefix", "x"]) == 1
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert (printed.out, printed.err[:30]) == ("", "Error: explorer_prefix must be")
 
 

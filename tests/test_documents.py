@@ -60,10 +60,10 @@ class Everything:
 """
 
 
-def exported(directory: object, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+def exported(directory: object, capfd: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
     """The document as section texts by module id."""
     assert main(["--extensions-dir", str(directory), "--export", "markdown", "--name", "house"]) == 0
-    title, *tools = re.split(r"^## ", capsys.readouterr().out, flags=re.MULTILINE)
+    title, *tools = re.split(r"^## ", capfd.readouterr().out, flags=re.MULTILINE)
     assert title.strip() == "# Tools of house"
     documents = {}
     for tool in tools:
@@ -89,9 +89,9 @@ def check_examples(sections: dict[str, str], module_id: str) -> None:
 
 
 def test_every_example_module_has_a_document_whose_examples_are_valid_calls(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    documents = exported(EXTENSIONS, capsys)
+    documents = exported(EXTENSIONS, capfd)
     assert {"trash.empty", "text.slugify", "finance.loan_schedule"} <= documents.keys()
     for module_id, sections in documents.items():
         check_examples(sections, module_id)
@@ -105,20 +105,20 @@ def test_every_example_module_has_a_document_whose_examples_are_valid_calls(
 
 
 def test_an_example_is_made_up_from_the_schema_when_the_module_has_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Any
+    capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     (tmp_path / "takes.py").write_text(MODULE)
-    (sections,) = exported(tmp_path, capsys).values()
+    (sections,) = exported(tmp_path, capfd).values()
     check_examples(sections, "takes")
     assert '| `text` | string | Yes | A \\| B C | `"textxxxxx"` |' in sections[SECTIONS[2]]
     assert "| `either` | integer or string | Yes |" in sections[SECTIONS[2]]
     assert "| `maybe` | string or null | Yes |" in sections[SECTIONS[2]]
 
 
-def documented(tmp_path: Any, capsys: pytest.CaptureFixture[str], source: str) -> dict[str, str]:
+def documented(tmp_path: Any, capfd: pytest.CaptureFixture[str], source: str) -> dict[str, str]:
     """The document of the one module that `source` defines."""
     (tmp_path / "takes.py").write_text(f"{IMPORTS}\n{textwrap.dedent(source)}")
-    (sections,) = exported(tmp_path, capsys).values()
+    (sections,) = exported(tmp_path, capfd).values()
     return sections
 
 
@@ -156,17 +156,17 @@ class Takes:
     ],
 )
 def test_the_purpose_is_told_once(
-    documentation: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
+    documentation: str, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    sections = documented(tmp_path, capsys, f"Takes.documentation = {documentation!r}")
+    sections = documented(tmp_path, capfd, f"Takes.documentation = {documentation!r}")
     assert sections[SECTIONS[0]].strip() == told
 
 
 @pytest.mark.parametrize(("schema", "told"), [("Empty", "None."), ("Open", "Any: ")])
 def test_an_open_object_is_told_from_an_empty_one(
-    schema: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any
+    schema: str, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    sections = documented(tmp_path, capsys, f"Takes.input_schema = Takes.output_schema = {schema}")
+    sections = documented(tmp_path, capfd, f"Takes.input_schema = Takes.output_schema = {schema}")
     for section in SECTIONS[2:4]:
         assert sections[section].strip().startswith(told)
 
@@ -185,10 +185,10 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_an_example_is_valid_or_there_is_none(field: str, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_an_example_is_valid_or_there_is_none(field: str, capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     kind = "str" if "pattern" in field else "Any"
     source = f"class Input(BaseModel):\n    field: {kind} = {field}\nTakes.input_schema = Input"
-    sections = documented(tmp_path, capsys, source)
+    sections = documented(tmp_path, capfd, source)
     if FIELDS[field]:
         check_examples(sections, "takes")
     else:
@@ -197,11 +197,11 @@ def test_an_example_is_valid_or_there_is_none(field: str, capsys: pytest.Capture
 
 
 def test_a_modules_own_examples_are_shown_as_json_where_they_are_valid(
-    capsys: pytest.CaptureFixture[str], tmp_path: Any
+    capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     sections = documented(
         tmp_path,
-        capsys,
+        capfd,
         """
         class Input(BaseModel):
             day: date
@@ -217,11 +217,11 @@ def test_a_modules_own_examples_are_shown_as_json_where_they_are_valid(
     assert days == [{"day": "2026-02-03"}, {"day": "2026-02-04"}]
 
 
-def test_the_printed_schema_is_the_advertised_one(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_the_printed_schema_is_the_advertised_one(capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     from apcore import Registry
 
     (tmp_path / "takes.py").write_text(MODULE)
-    (sections,) = exported(tmp_path, capsys).values()
+    (sections,) = exported(tmp_path, capfd).values()
     registry = Registry(extensions_dir=str(tmp_path))
     registry.discover()
     assert blocks(sections[SECTIONS[2]]) == [tool["function"]["parameters"] for tool in to_openai_tools(registry)]

@@ -366,6 +366,8 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
         pytest.param({"p": {**STRING, "minLength": 1, "format": "uri"}}, [],
                      {"p": {"type": ["string", "null"], "description": "(minLength: 1, format: uri)"}},
                      id="told-alone"),
+        pytest.param({"p": {**STRING, "pattern": "^(?!-)", "format": "uri"}}, ["p"],
+                     {"p": {**STRING, "description": "(format: uri, pattern: ^(?!-))"}}, id="looks-around"),
         pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
                      {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
         pytest.param({"p": {"type": "array", "items": STRING, "uniqueItems": True, "minItems": 1}}, ["p"],
