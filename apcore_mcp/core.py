@@ -1855,12 +1855,12 @@ def _standard_streams(*, for_good: bool = False) -> Iterator[tuple[int, int]]:
 def _divert(stack: contextlib.ExitStack) -> None:
     if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
-    wire = os.dup(0), os.dup(1)
     with open(os.devnull, "r+b", 0) as nothing:
+        wire = os.dup(0), os.dup(1)
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
-    with contextlib.suppress(OSError):  # no stderr either
-        os.dup2(2, 1)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr either, and 2 means something else
+        os.dup2(cast(Any, sys.__stderr__).fileno(), 1)
     _flush_stdout(by_line=True)
     _claimed.append(wire)
 
@@ -1971,7 +1971,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         """Nothing: the server closes each direction by itself, and this is both."""
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        """Nothing, for the same reason."""
 
     def __aiter__(self) -> AsyncIterator[SessionMessage]:
         return self._messages
@@ -2669,11 +2669,12 @@ class MCPServer:
 
         Raises what keeps it from starting, as `serve()` would: OSError for a port in use, what `on_startup` raised.
         """
+        if threading.current_thread() is self._thread:  # `on_startup` and modules need not wait for their own server
+            return
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
-                if not self._stop.cancelled():
-                    return
-                self._thread.join()
+            if self._thread is not None and self._thread.is_alive() and not self._stop.cancelled():
+                return
+            self.wait()
             started, self._stop = Future[None](), Future[None]()
             self._thread = threading.Thread(target=self._live, args=(started,), name="apcore-mcp", daemon=True)
             self._thread.start()

@@ -370,6 +370,16 @@ def test_a_server_can_be_stopped_from_its_own_on_startup() -> None:
     assert calls == ["up", "down"] * 2
 
 
+def test_a_server_that_is_started_from_its_own_on_startup_starts_all_the_same() -> None:
+    server = MCPServer(registry_of(), transport="streamable-http", port=free_port(), on_startup=lambda: server.start())
+    starter = threading.Thread(target=server.start, daemon=True)
+    starter.start()
+    starter.join(timeout=15)
+    assert not starter.is_alive()
+    server.stop()
+    server.wait()
+
+
 def test_a_server_that_is_stopped_while_it_starts_ends_at_once() -> None:
     """`on_startup` is cancelled, and may clean up; as it did not return, there is nothing to shut down."""
     calls: list[str] = []

@@ -542,6 +542,11 @@ def test_without_standard_streams_the_command_line_fails_with_one_line(closed: s
     assert "stdin" in lines[-1]
 
 
+def test_without_stderr_modules_may_print_and_nobody_hears_it(bench: list[str]) -> None:
+    answers, _ = converse(["sh", "-c", 'exec "$@" 2>&-', "sh", *bench], line(call(1, "t.noisy")))
+    assert structured(answers) == {1: {"stdin": "", "child_stdin": ""}}
+
+
 def test_without_standard_streams_serve_raises_a_runtime_error(bench: list[str]) -> None:
     completed = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&-', "sh", *bench], stderr=subprocess.PIPE, cwd=ROOT, timeout=10
