@@ -30,6 +30,7 @@ import asyncio
 import base64
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
 import glob
@@ -84,7 +85,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.validators import extend
 from jsonschema_specifications import REGISTRY as SPECIFICATIONS
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -693,8 +694,8 @@ class _ErrorMapper:
         itself = error.details.get("call_chain") == [self._tool.module_id]
         if withheld or not itself or code in ErrorCodeRegistry().all_codes:
             return text, {}
-        advice = {key: getattr(error, key) for key in ("ai_guidance", "suggestion")}  # by the module's author
-        advice = {key: _text_of(value) for key, value in advice.items() if value}
+        # What the module's author advises.
+        advice = {key: _text_of(said) for key in ("ai_guidance", "suggestion") if (said := getattr(error, key))}
         return "\n".join(filter(None, (text, advice.get("ai_guidance")))), advice
 
     def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
@@ -1046,7 +1047,7 @@ class _Call:
         self.parks = self.can_ask = False
         self.involved: dict[str, Any] = {}  # the modules that it called, its own included
         self.token, self.turn, self._asking = CancelToken(), asyncio.Event(), asyncio.Lock()
-        self._loop, self._told = asyncio.get_running_loop(), -math.inf
+        self._loop, self.told = asyncio.get_running_loop(), -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
         self.answer: asyncio.Future[Any] = self._loop.create_future()
         progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
@@ -1074,8 +1075,8 @@ class _Call:
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
-        if self.session is not None and self._told < number < math.inf:
-            self._told = number
+        if self.session is not None and self.told < number < math.inf:
+            self.told = number
             await self.session.report_progress(number, whole, message if message is None else _text_of(message))
 
     async def elicit(
@@ -1090,8 +1091,7 @@ class _Call:
                 self.question, self.answer = question, self._loop.create_future()
                 self.turn.set()
             else:
-                asked = self.session.elicit_form(question[1]["params"]["message"], schema, self._request_id)
-                self.answer = asyncio.ensure_future(asked)
+                self.answer = asyncio.ensure_future(self.session.elicit_form(message, schema, self._request_id))
             try:
                 answer = await self.answer
                 content = dict(answer.content or {}) if answer and answer.action == "accept" else None
@@ -1164,7 +1164,8 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
         shown: Any = sorted(request.arguments)  # without a schema, nothing tells what is sensitive
         definition = request.context.executor.registry.get_definition(request.module_id)
         with contextlib.suppress(AttributeError, KeyError, ValueError):
-            shown = _redact(request.arguments, _input_schema(definition))
+            # A module may call another with tuples and models, inside of which a schema marks nothing.
+            shown = _redact(to_jsonable_python(request.arguments), _input_schema(definition))
         told = " and ".join(name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name))
         arguments = _text_of(json.dumps(shown, ensure_ascii=False, default=_text_of))[:2000]
         return f"Let {request.module_id} run?{f' It is annotated as {told}.' * bool(told)}\nArguments: {arguments}"
@@ -1186,17 +1187,19 @@ class _ApprovalGate(BuiltinApprovalGate):
     for. What a person takes to decide does not count against the call.
     """
 
+    __slots__ = ("_gate",)
+
     def __init__(self, gate: BuiltinApprovalGate) -> None:
-        vars(self).update(vars(gate))
+        self.__dict__ = vars(gate)  # one state, so that whoever holds the gate still decides
         self._gate = gate
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         call, context, started = _call_of(ctx.context), ctx.context, time.time()
-        gate = object.__new__(type(self._gate))
-        vars(gate).update(vars(self))
+        gate = self._gate
         if call is not None:
             call.involved[ctx.module_id] = ctx.module
             if self.handler is None:
+                gate = copy.copy(gate)
                 gate.set_handler(self._approver(call))
         try:
             return await gate.execute(ctx)
@@ -1318,7 +1321,11 @@ class _ExecutionRouter:
         _RUNNING.set(call)
         try:
             call.caller = context.identity = _caller(call.request)
-            return _success(tool, await self._run(call, context), formatter)
+            result = _success(tool, await self._run(call, context), formatter)
+            # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
+            # a model's own validators make of them, nor as JSON. A client would refuse the result.
+            _check(result.get("structuredContent", {}), tool.output_validator, "Output")
+            return result
         except BaseException as error:  # a module may raise anything
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 _cancel([call])
@@ -1345,14 +1352,10 @@ class _ExecutionRouter:
             return await self._executor.call_async(module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: dict[str, Any] = {}
-        number = 0
         async with contextlib.aclosing(cast(Any, self._executor.stream(module_id, call.arguments, context))) as chunks:
             async for chunk in chunks:
-                number += 1
                 _merge(merged, chunk)
-                await call.report(number, None, _as_json(tool, chunk)[0])
-        # apcore only logs it when the whole of what was streamed breaks the schema; a client would refuse the result.
-        _check(_as_json(tool, merged)[1], tool.output_validator, "Output")
+                await call.report(max(call.told, 0) + 1, None, _as_json(tool, chunk)[0])
         return merged
 
 

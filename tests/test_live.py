@@ -669,6 +669,19 @@ async def test_an_error_in_mid_stream_is_answered_like_any_other(mode: str, last
     assert (result.is_error, text_of(result), result.structured_content) == (True, sentence, None)
 
 
+async def test_progress_that_a_module_reports_of_its_own_hides_no_chunk(mode: str) -> None:
+    async def stream(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        await report_progress(context, 50, 100)
+        yield {"a": 1}
+        yield {"b": 2}
+
+    module = FunctionalModule(echo, stream=stream, annotations=ModuleAnnotations(streaming=True))
+    note, told = noting()
+    async with connect({"s": module}, mode=mode) as client:
+        await client.call_tool("s", progress_callback=note)
+    assert told == [(50, 100, None), (51, None, '{"a":1}'), (52, None, '{"b":2}')]
+
+
 async def test_a_stream_that_breaks_the_output_schema_is_an_error(mode: str) -> None:
     """apcore only logs it, and the client would refuse the result."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -31,6 +31,7 @@ from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult, ListRootsResult
+from pydantic import BaseModel
 from test_eras import modern
 
 from apcore_mcp import (
@@ -798,3 +799,36 @@ async def test_what_a_person_takes_to_approve_does_not_count_against_the_call(mo
         client_arguments = {"elicitation_callback": callback}
         async with connect(executor, mode=mode, client=client_arguments, approval=approval) as client:
             assert await outcome_of(client, "wipe") == '{"ran":true}'
+
+
+async def test_the_question_about_a_called_module_tells_no_secret_in_whatever_form_it_is_given(mode: str) -> None:
+    class Credentials(BaseModel):
+        password: str
+
+    secret = {"type": "string", "x-sensitive": True}
+    credentials = {"type": "object", "properties": {"password": secret}}
+    properties = {"keys": {"type": "array", "items": secret}, "login": credentials, "disk": {}}
+
+    async def call(inputs: dict[str, Any], context: Any) -> Any:
+        given = {"keys": ("s3cret",), "login": Credentials(password="s3cret"), "disk": "\ud800"}
+        return await context.executor.call_async("wipe", given, context)
+
+    arguments, asked = asking(REFUSE)
+    wipe = guarded([], input_schema={"type": "object", "properties": properties})
+    async with connect({"wipe": wipe, "call": call}, mode=mode, client=arguments) as client:
+        await outcome_of(client, "call")
+    (question,) = asked
+    assert '"keys": ["***REDACTED***"], "login": {"password": "***REDACTED***"}' in question.message
+    assert "s3cret" not in question.message
+
+
+async def test_who_holds_the_gate_of_an_executor_still_decides(mode: str) -> None:
+    ran: list[dict[str, Any]] = []
+    registry, gate = registry_of({"wipe": guarded(ran)}), BuiltinApprovalGate()
+    strategy = build_standard_strategy(registry=registry)
+    strategy.replace("approval_gate", gate)
+    async with connect(Executor(registry, strategy=strategy), mode=mode, approval="off") as client:
+        assert await outcome_of(client, "wipe") == '{"ran":true}'
+        gate.set_handler(Judge("rejected"))
+        assert await outcome_of(client, "wipe") == DENIED
+    assert len(ran) == 1

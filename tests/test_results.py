@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 import httpx
@@ -30,7 +30,7 @@ from jsonschema import Draft202012Validator
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, Implementation
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from apcore_mcp import to_openai_tools
 
@@ -222,6 +222,31 @@ async def test_without_an_object_schema_only_text_is_sent(schema: dict[str, Any]
     assert tool.output_schema is None
     assert result.structured_content is None
     assert text_of(result)
+
+
+class Sizes(BaseModel):
+    sizes: Annotated[list[int], BeforeValidator(lambda given: [1] if given == "one" else given)]
+
+
+class Adding(Middleware):
+    def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+        return {**output, "more": 1} if module_id == "demo.added" else None
+
+
+async def test_what_breaks_the_advertised_schema_is_an_error_though_apcore_lets_it_pass(mode: str) -> None:
+    closed = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+    needing = {**closed, "required": ["n"]}
+    modules = {
+        "demo.none": gives(None, output_schema=needing),
+        "demo.added": gives({"n": 1}, output_schema=closed),
+        "demo.read": gives({"sizes": "one"}, output_schema=Sizes),
+    }
+    executor = Executor(registry_of(modules))
+    executor.use(Adding())
+    async with connect(executor, mode=mode) as client:
+        results = [await client.call_tool(name, {}) for name in modules]
+    told = [part.text.partition("\n")[0] for result in results for part in result.content if part.type == "text"]
+    assert told == ["Output validation failed:"] * 3
 
 
 class Unprintable:
