@@ -1075,7 +1075,7 @@ class _Call:
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
-        if self.session is not None and self.told < number < math.inf:
+        if self.session is not None and self.told < number <= sys.float_info.max:  # more ends the SDK's client
             self.told = number
             await self.session.report_progress(number, whole, message if message is None else _text_of(message))
 
@@ -1190,7 +1190,7 @@ class _ApprovalGate(BuiltinApprovalGate):
     __slots__ = ("_gate",)
 
     def __init__(self, gate: BuiltinApprovalGate) -> None:
-        self.__dict__ = vars(gate)  # one state, so that whoever holds the gate still decides
+        object.__setattr__(self, "__dict__", vars(gate))  # one state: who holds the gate may still give it a handler
         self._gate = gate
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
