@@ -76,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not export:
                 serve(checked.registry, **options)
                 return 0
-            again = ["--extensions-dir", directory, *own.parse_known_args(argv)[1]]
-            exported = _export(checked, export, again)
+            exported = _export(checked, export, ["--extensions-dir", directory, *own.parse_known_args(argv)[1]])
         # In UTF-8 whatever the terminal's encoding is, and though a module has closed or replaced `sys.stdout`.
         with open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stdout:
             print(exported, file=stdout)

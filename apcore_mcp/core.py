@@ -57,6 +57,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
@@ -921,8 +922,7 @@ class _ToolCatalog:
     def _follow_files(self, look: dict[str, Any]) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
             before, look = look, _look_at_files(self._registry)
-            changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ look.items()}
-            for path in sorted(changed):
+            for path in sorted({path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ look.items()}):
                 module_id = cast(Any, self._registry)._canonical_id_for_path(path)  # no public name
                 with _left_out(path):
                     _reload(self._registry, path, module_id)
@@ -949,6 +949,8 @@ def _reload(registry: Registry, path: str, module_id: str) -> None:
         return  # it did not come out of a file
     with _left_out(path):
         registry.unregister(module_id)
+        # The cached bytecode, which takes two edits of one size within one second for the same.
+        Path(cache_from_source(path)).unlink(missing_ok=True)
     with _left_out(path):
         if not os.path.exists(path) or registry.discover(path_filter=glob.escape(path)):
             return
@@ -2091,7 +2093,7 @@ _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _se
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
-_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)$)(/[\w.~-]+)+")
+_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
 def _option(default: T, text: str, **flag: Any) -> T:
@@ -2150,7 +2152,7 @@ class _Options:
         object.__setattr__(self, "explorer_prefix", prefix)
         if isinstance(self.metrics_collector, bool):
             object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
-        elif not callable(getattr(self.metrics_collector or MetricsCollector, "export_prometheus", None)):
+        elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
             raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
         if not all(hasattr(item, "cls") for item in self.middleware or ()):
             raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r:.80}")

@@ -316,6 +316,8 @@ def test_on_all_interfaces_a_domain_must_be_allowed_to_reach_the_explorer(
         ("/", "explorer_prefix must be a path such as '/explorer'"),
         ("/{name}", "explorer_prefix must be a path such as '/explorer'"),
         ("", "explorer_prefix must not be empty"),
+        ("/a/../mcp", "explorer_prefix must be a path such as '/explorer'"),
+        ("/messages/x", "and none of /mcp, /sse, /messages, /health, /metrics; got '/messages/x'"),
         ("/mcp/", "and none of /mcp, /sse, /messages, /health, /metrics; got '/mcp'"),
     ],
 )

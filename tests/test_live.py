@@ -530,6 +530,20 @@ async def test_files_become_change_and_cease_to_be_tools(mode: str, tmp_path: Pa
         assert text_of(await client.call_tool("hot.ping")) == "Module not found: hot.ping"
 
 
+async def test_two_edits_of_one_size_within_one_second_are_both_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Python's cache of bytecode cannot tell apart."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    written, path = tmp_path / "hot" / "ping.new", tmp_path / "hot" / "ping.py"
+    async with followed(registry_of_files(tmp_path), HANDSHAKE, dynamic=True) as following:
+        for number, said in enumerate(("one", "two")):
+            write(written, said)
+            os.utime(written, ns=(0, 1_700_000_000_000_000_000 + number))
+            written.replace(path)
+            await wait_until_shown(following, {"hot.ping": said})
+
+
 async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following(tmp_path: Path) -> None:
     """Whatever is beside the modules, and whatever a module raises when it comes and goes."""
     extensions = tmp_path / "a[1]"  # what a pattern would be if it were none

@@ -132,6 +132,7 @@ def test_a_collector_that_fails_is_an_error_without_a_reason() -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_collector_that_cannot_export_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"metrics_collector must have export_prometheus\(\), got 5"):
-        serve(registry_of(), metrics_collector=5)
+@pytest.mark.parametrize("collector", [5, 0])
+def test_a_collector_that_cannot_export_is_refused_at_once(collector: int) -> None:
+    with pytest.raises(TypeError, match=rf"metrics_collector must have export_prometheus\(\), got {collector}"):
+        serve(registry_of(), metrics_collector=collector)
