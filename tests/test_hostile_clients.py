@@ -436,7 +436,7 @@ def test_whatever_a_client_says_is_answered_by_its_id_or_not_at_all(program: lis
 def test_a_request_with_an_id_that_is_none_is_answered_with_an_error(program: list[str]) -> None:
     """JSON-RPC 2.0, 5.1: an error whose id is null."""
     sent = [line(call("ID", "t.echo")).replace(b'"ID"', odd) for odd in ODD_IDS] + [line(call("last", "t.echo"))]
-    completed = subprocess.run(program, input=b"".join(sent), capture_output=True, cwd=ROOT, timeout=20)
+    completed = subprocess.run(program, input=b"".join(sent), capture_output=True, cwd=ROOT, timeout=50)
     answers = messages(completed.stdout)
     assert [(m["id"], m["error"]["code"]) for m in answers if "error" in m] == [(None, -32600)] * len(ODD_IDS)
     assert [m["id"] for m in answers if "result" in m] == ["last"]
@@ -513,6 +513,6 @@ def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving
         told = answered["result"]["structuredContent"]
         assert told["waiting"] == 0
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
-        _, stderr = client.process.communicate(timeout=20)
+        _, stderr = client.process.communicate(timeout=50)
         assert client.process.returncode == 0
         assert f"{told['began'] + 250} began" in stderr.decode(), "others began when the grace period was over"

@@ -214,7 +214,7 @@ def spamming(inputs, context):
             assert client.receive()["id"] == tool
         client.process.stdin.close()  # type: ignore[union-attr]
         client.process.stdin = None
-        stdout, stderr = client.process.communicate(timeout=20)
+        stdout, stderr = client.process.communicate(timeout=50)
     assert client.process.returncode == 0
     assert [text for text in stdout.splitlines() if text != b"noise-spam"] == []  # the program's own again, at its end
     expected = [f"noise-{place}-{word}" for word in ("sync", "thread", "async", "replaced") for place in PLACES]
@@ -259,7 +259,7 @@ def test_the_command_line_keeps_modules_off_stdout_until_the_process_is_gone(tmp
         assert client.receive()["id"] == 1
         if ending == "SIGTERM":
             client.process.send_signal(signal.SIGTERM)
-        stdout, stderr = client.process.communicate(timeout=20)
+        stdout, stderr = client.process.communicate(timeout=50)
         assert client.process.returncode == 0
     assert stdout[-200:] == b""
     assert b"noise-spam" in stderr
@@ -328,7 +328,7 @@ def test_modules_that_block_for_ever_time_out_and_hold_up_neither_calls_nor_the_
         details = results["asleep"]["_meta"]["apcore-mcp/error"]
         assert (details["error_type"], details["error_details"]) == ("MODULE_TIMEOUT", {"timeout_ms": 700})
         began = time.monotonic()
-        stdout, stderr = client.process.communicate(called(mode, "last", "t.echo", n=2), timeout=20)
+        stdout, stderr = client.process.communicate(called(mode, "last", "t.echo", n=2), timeout=50)
         assert time.monotonic() - began < 10
     assert messages(stdout)[0]["result"]["structuredContent"] == {"n": 2}
     assert (client.process.returncode, b"Traceback" in stderr) == (0, False)

@@ -105,6 +105,7 @@ def objects(depth: int = 1) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(keys, values(depth), max_size=4)
 
 
+@pytest.mark.timeout(240)
 @THOROUGH
 @given(st.data())
 def test_a_schema_full_of_references_means_the_same_when_they_are_written_out(data: st.DataObject) -> None:
@@ -235,6 +236,7 @@ FULL = {
 }  # fmt: skip
 
 
+@pytest.mark.timeout(240)
 @THOROUGH
 @given(st.data())
 def test_everything_pydantic_can_say_means_the_same_when_it_is_written_out(data: st.DataObject) -> None:
@@ -350,6 +352,7 @@ def strict(schema: Any) -> dict[str, Any]:
     return parameters
 
 
+@pytest.mark.timeout(240)
 @THOROUGH
 @given(st.data())
 def test_openai_takes_the_strict_schema_of_a_model_that_strict_mode_can_say(data: st.DataObject) -> None:
@@ -419,6 +422,7 @@ def simple_objects(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(240)
 @THOROUGH
 @given(st.data())
 def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_accepts(data: st.DataObject) -> None:
