@@ -149,9 +149,24 @@ _RULES = {
 }
 
 
-@functools.lru_cache(maxsize=256, typed=True)
 def _is_legal(keyword: str, value: Any) -> bool:
-    return keyword not in _RULES or bool(_RULES[keyword].is_valid(value))
+    """Whether the metaschema takes `value` under `keyword`; a schema in it is checked when its turn comes."""
+    rule = _RULES[keyword].schema if keyword in _RULES else True
+    if rule is True:
+        return True
+    # What is quickly seen, before the library is asked, which takes its time.
+    if rule == {"type": "string"} or "$dynamicRef" in rule:
+        return isinstance(value, str if "type" in rule else dict | bool)
+    if keyword == "properties" and isinstance(value, dict):
+        return all(isinstance(inner, dict | bool) for inner in value.values())
+    if isinstance(value, list) and all(type(item) is str for item in value):
+        value = tuple(value)
+    return (_library_takes if isinstance(value, str | int | tuple) else _library_takes.__wrapped__)(keyword, value)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _library_takes(keyword: str, value: Any) -> bool:
+    return bool(_RULES[keyword].is_valid([*value] if isinstance(value, tuple) else value))
 
 
 def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema, str, Any], JSONSchema]) -> JSONSchema:
@@ -231,7 +246,7 @@ class _SchemaConverter:
         if self._nodes > _NODES_MAX or level > _LEVELS_MAX:
             raise _Unconvertible(f"Written out, the schema has more than {_NODES_MAX} nodes or {_LEVELS_MAX} levels")
         for keyword, value in node.items():
-            if not (_is_legal if isinstance(value, str | int) else _is_legal.__wrapped__)(keyword, value):
+            if not _is_legal(keyword, value):
                 raise ValueError(f"Not a JSON Schema (2020-12): {keyword!r} cannot be {value!r:.80}")
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
