@@ -151,7 +151,7 @@ _RULES = {
 
 def _is_legal(keyword: str, value: Any) -> bool:
     """Whether the metaschema takes `value` under `keyword`; a schema in it is checked when its turn comes."""
-    rule = _RULES[keyword].schema if keyword in _RULES else True
+    rule: Any = _RULES[keyword].schema if keyword in _RULES else True
     if rule is True:
         return True
     # What is quickly seen, before the library is asked, which takes its time.
@@ -160,12 +160,12 @@ def _is_legal(keyword: str, value: Any) -> bool:
     if keyword == "properties" and isinstance(value, dict):
         return all(isinstance(inner, dict | bool) for inner in value.values())
     if isinstance(value, list) and all(type(item) is str for item in value):
-        value = tuple(value)
-    return (_library_takes if isinstance(value, str | int | tuple) else _library_takes.__wrapped__)(keyword, value)
+        return _library_takes(keyword, tuple(value))
+    return _library_takes(keyword, value) if isinstance(value, str | int) else bool(_RULES[keyword].is_valid(value))
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _library_takes(keyword: str, value: Any) -> bool:
+def _library_takes(keyword: str, value: str | int | tuple[str, ...]) -> bool:
     return bool(_RULES[keyword].is_valid([*value] if isinstance(value, tuple) else value))
 
 
