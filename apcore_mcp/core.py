@@ -63,18 +63,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from apcore import BindingLoader, Context, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry
-from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult, CallbackApprovalHandler
+from apcore import Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, SchemaValidationError
+from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
+from apcore.bindings import BindingLoader
 from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.cancel import CancelToken
-from apcore.context import Identity
-from apcore.errors import (
-    ApprovalDeniedError,
-    ErrorCodeRegistry,
-    ModuleExecuteError,
-    ModuleTimeoutError,
-    SchemaValidationError,
-)
+from apcore.context import Context, Identity
+from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
@@ -921,17 +916,11 @@ class _ToolCatalog:
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
         with _left_out(f"Module {module_id}"):
-            while True:
-                module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
-                tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
-                if module is None or not all(tag in tags for tag in self._options.tags or ()):
-                    return None
-                descriptor = self._registry.get_definition(module_id)
-                # apcore looks a module up first and then what is said of it, which may be of its successor.
-                if module is self._registry.get(module_id):
-                    if descriptor is None:
-                        raise LookupError("it has no definition")
-                    return _Tool(descriptor, self._options)
+            module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
+            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
+            if module is not None and all(tag in tags for tag in self._options.tags or ()):
+                # What is taken back or replaced meanwhile is noted as changed by then, and built anew at the next read.
+                return _Tool(cast(ModuleDescriptor, self._registry.get_definition(module_id)), self._options)
         return None
 
     def _follow_files(self, look: dict[str, Any]) -> None:
@@ -1070,13 +1059,12 @@ class _Call:
         progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
         self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
-    def _from_any_loop(self, method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    def _from_any_loop(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         # A sync module that calls an async one runs it in a thread and a loop of its own.
-        async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            work: Any = method(*args, **kwargs)
-            if asyncio.get_running_loop() is not self._loop:
-                work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-            return cast(T, await work)
+        async def call(*args: Any) -> Any:
+            if asyncio.get_running_loop() is self._loop:
+                return await method(*args)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(method(*args), self._loop))
 
         return call
 
@@ -1188,12 +1176,7 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
         return f"Let {request.module_id} run?{f' It is annotated as {told}.' * bool(told)}\nArguments: {arguments}"
 
 
-async def _let_through(request: ApprovalRequest) -> ApprovalResult:
-    logger.warning("Module %s needs approval, but its client cannot ask; letting it run", request.module_id)
-    return ApprovalResult(status="approved", reason=_NOBODY)
-
-
-_ASKING, _LENIENT = ElicitationApprovalHandler(), CallbackApprovalHandler(_let_through)
+_ASKING = ElicitationApprovalHandler()
 _APPROVERS = dict[str, ApprovalHandler | None](auto=_ASKING, require=_ASKING, deny=AlwaysDenyHandler(), off=None)
 
 
@@ -1227,7 +1210,7 @@ class _ApprovalGate(BuiltinApprovalGate):
     def _approver(self, call: _Call) -> ApprovalHandler | None:
         approval, strict = call.options.approval, self.policy is not None and self.policy.strict
         if approval == "auto" and not (strict or call.can_ask):
-            return _LENIENT
+            return None  # apcore's gate then logs a WARNING and goes on
         return _APPROVERS[approval] if isinstance(approval, str) else approval
 
 
