@@ -1633,97 +1633,77 @@ class _Explorer:
     """
 
     def __init__(self, bridge: _Bridge) -> None:
-        self._bridge, self._options = bridge, bridge.options
-        self._page = Path(__file__).with_name("explorer.html").read_text("utf-8")
-        script, style = (self._digest(tag) for tag in ("script", "style"))
-        policy = f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; media-src data:"
-        policy += "; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        self._headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
-        self._headers |= {"Cache-Control": "no-store"}
+        from starlette.responses import HTMLResponse, JSONResponse
 
-    def _digest(self, tag: str) -> str:
-        inside = self._page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+        self._bridge, self._options = bridge, bridge.options
+        self._portable = bridge.options.tool_names == "portable"
+        page = Path(__file__).with_name("explorer.html").read_text("utf-8")
+        policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'"
+        policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        for tag, inside in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+            policy += f"; {tag}-src 'sha256-{digest}'"
+        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
+        self._page = HTMLResponse(page, headers=headers)
+        self._answer = functools.partial(JSONResponse, headers=headers)
 
     def routes(self) -> list[BaseRoute]:
         from starlette.routing import Route
 
         prefix = self._options.explorer_prefix
-        tools = f"{prefix}/tools"
         return [
-            Route(f"{prefix}/", self.page),
+            Route(f"{prefix}/", self._page, methods=["GET"]),
             Route(f"{prefix}/server", self.server),
-            Route(tools, self.tools),
-            Route(f"{tools}/{{name}}", self.tool),
-            Route(f"{tools}/{{name}}/call", self.call, methods=["POST"]),
+            Route(f"{prefix}/tools", self.tools),
+            Route(f"{prefix}/tools/{{name}}", self.tool),
+            Route(f"{prefix}/tools/{{name}}/call", self.tool, methods=["POST"]),
         ]
 
-    async def page(self, request: Request) -> Response:
-        from starlette.responses import HTMLResponse
-
-        return HTMLResponse(self._page, headers=self._headers)
-
     async def server(self, request: Request) -> Response:
-        options, root = self._options, request.scope.get("root_path", "")
-        told: dict[str, Any] = {key: getattr(options, key) for key in ("name", "transport", "instructions")}
-        told |= {"version": options.version or __version__, "allowExecute": options.allow_execute}
-        return self._answer({**told, "endpoint": f"{root}/{'sse' if options.transport == 'sse' else 'mcp'}"})
+        told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}
+        told |= {"version": self._options.version or __version__, "allowExecute": self._options.allow_execute}
+        return self._answer({**told, "endpoint": request.scope.get("root_path", "") + urlsplit(self._options.url).path})
 
     async def tools(self, request: Request) -> Response:
-        listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")
-        schemas = ("inputSchema", "outputSchema")
-        return self._answer([{key: tool[key] for key in tool if key not in schemas} for tool in listing])
+        listing = self._bridge.catalog.listing(portable=self._portable)
+        return self._answer([{key: tool[key] for key in tool if not key.endswith("Schema")} for tool in listing])
 
     async def tool(self, request: Request) -> Response:
-        tool = self._bridge.catalog.find(request.path_params["name"])
+        """All there is to know of a tool, or to a POST the result of its call."""
+        runs, name = request.method == "POST", request.path_params["name"]
+        if runs and not self._options.allow_execute:
+            return self._answer({"error": "Tool execution is disabled"}, 403)
+        tool = self._bridge.catalog.find(name)
         if tool is None:
-            return self._not_found(request)
-        definition = tool.definition(portable=self._options.tool_names == "portable")
+            return self._answer({"error": f"Tool {name!r} not found"}, 404)
+        if runs:
+            return self._answer(*await self._call(tool, request))
+        definition = tool.definition(portable=self._portable)
         return self._answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
 
-    async def call(self, request: Request) -> Response:
-        """Run a tool like any other call, by a client that cannot be asked; to go away cancels it."""
-        if not self._options.allow_execute:
-            return self._answer({"error": "Tool execution is disabled"}, 403)
-        tool = self._bridge.catalog.find(request.path_params["name"])
-        if tool is None:
-            return self._not_found(request)
-        try:
+    async def _call(self, tool: _Tool, request: Request) -> tuple[dict[str, Any], int]:
+        """Run a tool like any other call, by a client that cannot be asked; to go away cancels it.
+
+        Its result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}`, and a status.
+        """
+        arguments: Any = None
+        with contextlib.suppress(ValueError):
             arguments = from_json(await request.body(), allow_inf_nan=False)
-        except ValueError:
-            arguments = None
         if not isinstance(arguments, dict):
-            return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
+            return {"error": "Request body must be a JSON object: the tool's arguments"}, 400
         call = _Call(tool, arguments, self._options, request)
         running = call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
-        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.add_done_callback(lambda _: running.cancel())
+        result = await running
         gone.cancel()
-        if not running.done():
-            running.cancel()
-            await asyncio.wait({running})
-            return self._answer({"error": _SENTENCES["EXECUTION_CANCELLED"]}, 500)
-        return self._answer(*self._told(running.result()))
-
-    @staticmethod
-    def _told(result: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """A tool result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}` and a status."""
         text, *files = result["content"]
-        if result["isError"]:
-            report = result["_meta"]["apcore-mcp/error"]
-            wrong_input = text["text"].startswith("Input validation failed")
-            told = {key: report[key] for key in ("error_type", "error_details") if key in report}
-            return {"error": text["text"], **told}, 400 if wrong_input else 500
-        return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
-
-    def _not_found(self, request: Request) -> Response:
-        return self._answer({"error": f"Tool {request.path_params['name']!r} not found"}, 404)
-
-    def _answer(self, value: Any, status: int = 200) -> Response:
-        from starlette.responses import JSONResponse
-
-        return JSONResponse(value, status, headers=self._headers)
+        if not result["isError"]:
+            return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
+        report = result["_meta"]["apcore-mcp/error"]
+        told = {key: report[key] for key in ("error_type", "error_details") if key in report}
+        return {"error": text["text"], **told}, 400 if text["text"].startswith("Input validation failed") else 500
 
 
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
