@@ -36,7 +36,6 @@ import functools
 import glob
 import hashlib
 import inspect
-import ipaddress
 import json
 import logging
 import math
@@ -1558,16 +1557,12 @@ class _Bridge:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-_HOST = re.compile(r"[\w.:%[\]-]+", re.ASCII)  # no "@", behind which another host would stand
 _SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address in a Host header; None for a domain, which could be somebody else's and yet point at this machine."""
-    with contextlib.suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return ipaddress.ip_address("127.0.0.1" if name == "localhost" else name)
-    return None
+# What a Host header may be, in lower case: this machine, an address (a domain could be somebody else's and yet point at
+# this machine), anything that names a host (no "@", behind which another one would stand).
+_LOCAL_HOST = r"(localhost|127(\.\d+){3}|\[[0:]+1\])(:\d+)?"
+_ADDRESS = r"(localhost|[\d.]+|\[[\w:.%]+\])(:\d+)?"
+_ANY_HOST = r"[\w.:%[\]-]*"
 
 
 class _Guard:
@@ -1579,51 +1574,44 @@ class _Guard:
     """
 
     def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
-        from starlette.routing import Mount
-
-        self._app, self._bridge, options = app, bridge, bridge.options
-        self._explorer = Mount(options.explorer_prefix, routes=[])
-        given, own = options.allowed_hosts or (), _address(urlsplit(options.url).netloc)
-        patterns = [re.escape(name.lower()).replace(r"\*", ".*") for name in given if name != "*"]
-        self._named = re.compile("|".join(patterns))
-        self._only_local = not given and own is not None and own.is_loopback
-        self._any = "*" in given or not (given or self._only_local)
+        self._app, self._bridge, self._options = app, bridge, bridge.options
+        hosts = [re.escape(name.lower()).replace(r"\*", _ANY_HOST) for name in self._options.allowed_hosts or ()]
+        own = urlsplit(self._options.url).netloc.lower()
+        hosts = hosts or [_LOCAL_HOST if re.fullmatch(_LOCAL_HOST, own) else _ANY_HOST]
+        self._hosts = re.compile("|".join(hosts), re.ASCII)
+        hosts = [_ADDRESS if host == _ANY_HOST else host for host in hosts]
+        self._page_hosts = re.compile("|".join(hosts), re.ASCII)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.requests import ClientDisconnect, Request
+        from starlette.requests import ClientDisconnect
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # No stream is kept to be resumed, and of a client that wants one the SDK would take leave without an answer.
-        request = Request({**scope, "headers": [(k, v) for k, v in scope["headers"] if k != b"last-event-id"]})
-        app = self._refusal(request) or self._app
-        counted = self._bridge.activity if request.method == "POST" else contextlib.nullcontext()
+        app = self._refusal(scope) or self._app
+        counted = self._bridge.activity if scope["method"] == "POST" else contextlib.nullcontext()
         with counted, contextlib.suppress(ClientDisconnect):
-            await app(request.scope, receive, send)
+            await app(scope, receive, send)
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _refusal(self, scope: Scope) -> Response | None:
+        from starlette.datastructures import Headers
         from starlette.responses import PlainTextResponse
-        from starlette.routing import Match
 
-        host = request.headers.get("host", "").lower()
-        origins = [origin.lower() for origin in request.headers.getlist("origin")]
-        by_page = bool(origins) or self._explorer.matches(request.scope)[0] is not Match.NONE
-        address = _address(host)
-        known = self._named.fullmatch(host) or (self._any and (address or not by_page))
-        known = known or (self._only_local and address is not None and address.is_loopback)
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_json = media_type == "application/json" or request.method != "POST"
+        headers, options = Headers(scope=scope), self._options
+        host, origins = headers.get("host", "").lower(), {origin.lower() for origin in headers.getlist("origin")}
+        by_page = origins or (options.explorer and options.explorer_prefix in scope["path"])
+        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
         faults = {
-            (421, "Invalid Host header"): not known or not _HOST.fullmatch(host),
-            (403, "Invalid Origin header"): not {*origins} <= {f"http://{host}", f"https://{host}"},
-            (415, "Content-Type must be application/json"): not is_json,
+            (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),
+            (403, "Invalid Origin header"): not origins <= {f"http://{host}", f"https://{host}"},
+            (415, "Content-Type must be application/json"): scope["method"] == "POST" and not is_json,
+            (503, "Server is shutting down"): self._bridge.closing,
         }
         for (status, fault), holds in faults.items():
             if holds:
                 logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
                 return PlainTextResponse(fault, status)
-        return PlainTextResponse("Server is shutting down", 503) if self._bridge.closing else None
+        return None
 
 
 class _Explorer:
