@@ -1372,22 +1372,15 @@ def _connection_of(session: ServerSession) -> Connection:
     return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
-class _Activity:
-    """How much has been asked and not answered yet; `idle` is set while that is nothing. Event loop only."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+class _Activity(asyncio.Queue[None]):
+    """What has been asked and not answered yet: `join()` waits until that is nothing. Event loop only."""
 
     def __enter__(self) -> None:
-        self._count += 1
-        self.idle.clear()
+        self.put_nowait(None)
 
     def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if not self._count:
-            self.idle.set()
+        self.get_nowait()
+        self.task_done()
 
 
 class _Bridge:
@@ -1446,12 +1439,10 @@ class _Bridge:
         loop = asyncio.get_running_loop()
         self.deadline = self.deadline or loop.time() + _SHUTDOWN_SECONDS
         self._listener.close()
-        idle = asyncio.ensure_future(self.activity.idle.wait())
-        await asyncio.wait({idle}, timeout=self.deadline - loop.time())
-        if self.router.running:
+        for limit in (self.deadline, self.deadline + 0.5):  # the second, so that who asked is told
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.activity.join(), limit - loop.time())
             self.router.stop()
-            await asyncio.wait({idle}, timeout=0.5)  # who asked is told, if that is quickly done
-        idle.cancel()
         for connection in self.connections:
             connection.cancel()
 
@@ -1463,9 +1454,8 @@ class _Bridge:
             return await call_next(ctx)
         if self.closing:
             raise _protocol_error(-32000, "Server is shutting down")
-        if task := asyncio.current_task():  # the request's own: it ends when the answer has been handed over
-            self.activity.__enter__()
-            task.add_done_callback(self.activity.__exit__)
+        self.activity.__enter__()  # until the request's own task ends, when the answer has been handed over
+        cast(Any, asyncio.current_task()).add_done_callback(self.activity.__exit__)
         connection, told = _connection_of(ctx.session), (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
         if told not in (None, ctx.protocol_version) and ctx.method != "initialize":
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
@@ -1765,36 +1755,26 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     import uvicorn
 
     loop, address = asyncio.get_running_loop(), (bridge.options.host, bridge.options.port)
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    listener = socket.create_server(address, family=family, backlog=2048)
-    # By its protocol asyncio knows TCP, and sends each answer at once; or every one would wait 40 ms for a delayed ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listener.detach())
+    listener = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     async with contextlib.AsyncExitStack() as sessions:
         app = await sessions.enter_async_context(_http_app(bridge))
         app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
-        # Driven step by step instead of `serve()`, which would take over the signals and raise them again at the end.
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
-        config.load()
-        http = uvicorn.Server(config)
-        http.lifespan = config.lifespan_class(config)
-        await http.startup(sockets=[listener])
-        ticking = asyncio.create_task(http.main_loop())
-
-        def drop() -> None:
-            for connection in [*http.server_state.connections]:
-                connection.transport.abort()
-
+        http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        # Or it would take over the signals and raise them again at the end.
+        cast(Any, http).capture_signals = contextlib.nullcontext
+        serving = asyncio.create_task(http.serve([listener]))
         try:
-            yield ticking
+            yield serving
         finally:
             http.should_exit = True
             await sessions.aclose()  # ends the streams that clients keep open, or the server would wait for them
-            await asyncio.wait({ticking})
             # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-            left = max(0.0, bridge.deadline - loop.time())
-            config.timeout_graceful_shutdown = int(left) + 2
-            loop.call_later(left, drop)
-            await http.shutdown(sockets=[listener])
+            for seconds in (bridge.deadline - loop.time(), 2):
+                await asyncio.wait({serving}, timeout=seconds)
+                for connection in [*http.server_state.connections]:
+                    connection.transport.abort()
 
 
 # ---- stdio: pipes, and who owns the standard streams ----
