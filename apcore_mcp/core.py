@@ -123,11 +123,11 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
-_WHERE_FALSE_CLOSES = frozenset("additionalProperties unevaluatedProperties unevaluatedItems".split())
+_OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out.
-_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor".split())
+_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _LEVELS_MAX = 100  # schemas inside each other; parsers of JSON stop at twice as many
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
@@ -160,27 +160,25 @@ _KINDS = {keyword: kind for keywords, kind in _LEGAL.items() for keyword in keyw
 _NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, total=False))
 
 
-def _map_subschemas(schema: JSONSchema, change: Callable[[JSONSchema, str, Any], JSONSchema]) -> JSONSchema:
+def _map_subschemas(schema: JSONSchema, change: Callable[[Any, str, Any], JSONSchema]) -> JSONSchema:
     """Copy `schema` with `change` applied to each schema directly inside it.
 
-    `change` is also given the keyword which that stands under, and its name or index there. `true` becomes `{}` and
-    `false` `{"not": {}}`, as MCP wants objects; but not where everybody writes `false` to close an object.
+    `change` is also given the keyword which that stands under, and its name or index there. It is not asked of `true`
+    and `false` where everybody writes them to open and close an object.
     """
 
     def one(item: Any, keyword: str, step: str | int | None = None) -> Any:
-        if isinstance(item, bool) and keyword not in _WHERE_FALSE_CLOSES:
-            item = {} if item else {"not": {}}
-        return change(item, keyword, step) if isinstance(item, dict) else item
+        if isinstance(item, list):
+            return [one(each, keyword, index) for index, each in enumerate(item)]
+        is_schema = isinstance(item, dict) or (isinstance(item, bool) and keyword not in _OTHER_PROPERTIES)
+        return change(item, keyword, step) if is_schema else item
 
     result = dict(schema)
     for keyword in schema.keys() & _WITH_SCHEMAS:
-        value = schema[keyword]
         if keyword in _SCHEMA_MAPS:
-            result[keyword] = {name: one(item, keyword, name) for name, item in value.items()}
-        elif isinstance(value, list):
-            result[keyword] = [one(item, keyword, index) for index, item in enumerate(value)]
+            result[keyword] = {name: one(item, keyword, name) for name, item in schema[keyword].items()}
         else:
-            result[keyword] = one(value, keyword)
+            result[keyword] = one(schema[keyword], keyword)
     return result
 
 
@@ -231,8 +229,13 @@ class _SchemaConverter:
         resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(self._schema)).resolver()
         return self._visit(self._schema, resolver, {id(self._schema): "#"}, 1)
 
-    def _visit(self, node: JSONSchema, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
-        """Copy `node`. `opened` are the schemas that references led to, outermost first, and by which."""
+    def _visit(self, node: Any, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
+        """Copy `node`. `opened` are the schemas that references led to, outermost first, and by which.
+
+        `true` becomes `{}` and `false` `{"not": {}}`, as MCP wants objects.
+        """
+        if isinstance(node, bool):
+            return {} if node else {"not": {}}
         self._nodes += 1
         if self._nodes > _NODES_MAX or level > _LEVELS_MAX:
             raise _Unconvertible(f"Written out, the schema has more than {_NODES_MAX} nodes or {_LEVELS_MAX} levels")
@@ -243,8 +246,6 @@ class _SchemaConverter:
         result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened, level + 1))
         if result.get("enum") == []:  # legal, but not to AJV
             return {"not": {}}
-        if isinstance(discriminator := result.get("discriminator"), dict):  # its mapping names what is gone
-            result["discriminator"] = {key: value for key, value in discriminator.items() if key != "mapping"}
         if "$ref" not in result:
             return result
         target = self._target(result.pop("$ref"), resolver, opened, level)
@@ -261,8 +262,6 @@ class _SchemaConverter:
         except Unresolvable:
             raise KeyError(_last_step(ref)) from None
         target = resolved.contents
-        if isinstance(target, bool):
-            return {} if target else {"not": {}}
         if id(target) in opened:
             steps = [*opened.values()][[*opened].index(id(target)) :]
             raise _Unconvertible(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
@@ -275,10 +274,8 @@ def _plain(value: Any) -> Any:
 
 
 def _admits_object(schema: JSONSchema) -> bool:
-    if "object" not in (_types(schema) or ["object"]):
-        return False
-    unions = all(any(map(_admits_object, schema[keyword])) for keyword in ("anyOf", "oneOf") if keyword in schema)
-    return unions and all(map(_admits_object, schema.get("allOf", ())))
+    unions = [map(_admits_object, schema[keyword]) for keyword in ("anyOf", "oneOf") if keyword in schema]
+    return "object" in (_types(schema) or ["object"]) and all(map(any, unions))
 
 
 def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
@@ -437,7 +434,6 @@ class _Tool:
 _BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas dependencies".split())
 _NOT_FOLLOWED = frozenset("contains propertyNames contentSchema".split())
 _ITEMS = frozenset("items additionalItems unevaluatedItems".split())
-_OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
