@@ -301,7 +301,6 @@ _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude
 # Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
 # match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
 _CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
-_MCP_NAME_MAX = 128  # characters; what clients should take by MCP, "Tools"
 
 
 def _portable_name(module_id: str) -> str:
@@ -361,8 +360,6 @@ class _AnnotationMapper:
 
 # ---- Tools: a module as clients see it, and which of its values they do not; pure ----
 
-_MARKDOWN = re.compile(r"^(#{1,6} |[-*+] |\d+\. |> |\||```)|\*\*\w|`\w|\]\(", re.MULTILINE)
-
 
 def _text_of(value: object) -> str:
     """What a module made for people to read, as text that any answer and log can hold; never raises."""
@@ -382,11 +379,6 @@ class _Tool:
         self.descriptor, self.module_id = descriptor, descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
         self.told = _AnnotationMapper(descriptor, options.policies())
-        self.annotations = self.told.annotations
-        self.sensitive_output: JSONSchema = {}  # what results are redacted by; {} when nothing is sensitive
-        self.media: dict[str, str] = {}  # output properties that are sent as files, with their media types
-        if len(self.module_id) > _MCP_NAME_MAX and options.tool_names != "portable":
-            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
         if returned := self._convert_output(options.redact_output):
             definition["outputSchema"] = returned
@@ -394,17 +386,13 @@ class _Tool:
         # where it stands in the answer.
         self._definition: dict[str, Any]
         [[[[[[self._definition]]]]]] = _plain([[[[[[definition]]]]]])
-        self._portable = {**self._definition, "name": _portable_name(self.module_id)}
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        self.has_sensitive_input = _marks_sensitive(self.input_schema)
         self.validator = Draft202012Validator(self.input_schema)
         self.output_validator = Draft202012Validator(self.output_schema)
-        # The documentation as MCP's `resources/list` sends it; {} when there is none.
+        # The documentation as MCP's `resources/list` sends it.
         named = {key: value for key, value in self._definition.items() if key in ("name", "title")}
-        kind = "text/markdown" if _MARKDOWN.search(self.documentation) else "text/plain"
-        resource = {"uri": f"docs://{self.module_id}", **named, "mimeType": kind}
-        self.resource = resource if self.documentation else {}
+        self.resource = {"uri": f"docs://{self.module_id}", **named, "mimeType": "text/plain"}
 
     def _convert_output(self, redact_output: bool) -> JSONSchema:
         """What can be promised of results as they are sent, or `{}` (SRS FR-SCHEMA-005)."""
@@ -415,25 +403,26 @@ class _Tool:
             if redact_output and _marks_sensitive(declared):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
-            return {}
-        redacts, views = redact_output and _marks_sensitive(schema), [*_views(schema)]
-        self.sensitive_output = schema if redacts else {}
-        if not schema or (redacts and any(map(_is_blanked, views))):
-            return {}
-        self.media = _media(views, redacts)
-        promise = _promise(schema, views if redacts else [], self.media)
-        return {**promise, "type": "object"} if _admits_object(promise) else {}
+            schema = {}
+        # What results are redacted by; {} when nothing is sensitive.
+        self.sensitive_output = schema if redact_output and _marks_sensitive(schema) else {}
+        redacted = [*_views(self.sensitive_output)]
+        if any(map(_is_blanked, redacted)):
+            schema = {}
+        self.media = _media(schema, redact_output)  # properties that are sent as files, with their media types
+        promise = _promise(schema, redacted, self.media)
+        return {**promise, "type": "object"} if schema and _admits_object(promise) else {}
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return self._portable if portable else self._definition
+        return {**self._definition, "name": _portable_name(self.module_id)} if portable else self._definition
 
 
 # Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
 # not look, a mark hides the whole.
 _BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas dependencies".split())
-_NOT_FOLLOWED = frozenset("contains propertyNames contentSchema".split())
 _ITEMS = frozenset("items additionalItems unevaluatedItems".split())
+_NOT_FOLLOWED = frozenset("contains propertyNames contentSchema".split())
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
@@ -481,32 +470,29 @@ def _redact(value: Any, *schemas: JSONSchema) -> Any:
     return value
 
 
-def _media(views: list[JSONSchema], redacts: bool) -> dict[str, str]:
+def _media(schema: JSONSchema, redact_output: bool) -> dict[str, str]:
     """The properties that are files, with their media types.
 
     A file is a string with `contentEncoding: base64` and a `contentMediaType`, unless it is to be redacted.
     """
-    found = {}
+    found, views = {}, [*_views(schema)]
     for name in (name for view in views for name in view.get("properties", ())):
         fields = [*_views(*_inside(views, name))]
-        encoded = [field for field in fields if field.get("contentEncoding") == "base64"]
-        kinds = [field["contentMediaType"] for field in encoded if "contentMediaType" in field]
-        if kinds and not (redacts and any(map(_marks_sensitive, fields))):
-            found[name] = kinds[0]
+        kinds = [field.get("contentMediaType") for field in fields if field.get("contentEncoding") == "base64"]
+        if any(kinds) and not (redact_output and any(map(_marks_sensitive, fields))):
+            found[name] = next(filter(None, kinds))
     return found
 
 
-# What an output schema does not say of a result. Python's everyday patterns stop AJV, which TypeScript clients use, and
-# so do two of the others; it reads draft 7, which knows most of them not or in another sense. A format is checked by
-# these clients alone, and not as Python means it (times without a zone, addresses in Unicode); 1.13 is no multiple of
-# 0.01 where floats are not allowed for.
-_UNPROMISED = frozenset(
-    "pattern patternProperties format multipleOf contains minContains maxContains unevaluatedItems $async nullable"
-    " unevaluatedProperties dependencies dependentRequired dependentSchemas discriminator $schema".split()
+# What an output schema says of a result: what still holds where less is said inside, and means the same to AJV, which
+# TypeScript clients use. That reads draft 7, knows most of the rest not or in another sense, and stops at Python's
+# everyday patterns; formats are checked by these clients alone, and not as Python means them (times without a zone,
+# addresses in Unicode); 1.13 is no multiple of 0.01 where floats are not allowed for.
+_PROMISED = frozenset(
+    "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
+    " exclusiveMinimum exclusiveMaximum minLength maxLength minItems maxItems contentEncoding contentMediaType".split()
 )
 _CLOSING = {"patternProperties": "additionalProperties", "prefixItems": "items"}  # speaks of what the other leaves
-_REVERSING = ("not", "if", "oneOf")
-_UNPROMISED_OF_CHANGED = frozenset("const enum uniqueItems minProperties not if then else".split())
 
 
 def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] = ()) -> JSONSchema:
@@ -518,24 +504,17 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
     def inside(inner: JSONSchema, keyword: str, step: Any) -> JSONSchema:
         if keyword in _BESIDE:
             return _promise(inner, views, gone)
-        return _promise(inner, [*_views(*_inside(views, step if keyword in ("properties", "prefixItems") else None))])
+        return _promise(inner, [*_views(*_inside(views, step))])
 
-    result = _map_subschemas(schema, inside)
-    # Where the value changes, or less is said inside of what reverses or counts it.
-    if gone or any(map(_marks_sensitive, views)) or any(result.get(key) != schema.get(key) for key in _REVERSING):
-        if "oneOf" in result:
-            result.setdefault("anyOf", result.pop("oneOf"))
-        result = {key: value for key, value in result.items() if key not in _UNPROMISED_OF_CHANGED}
-    unsaid = _UNPROMISED.union(_CLOSING[keyword] for keyword in _CLOSING.keys() & result.keys())
-    result = {key: value for key, value in result.items() if key not in unsaid}
-    if gone and "properties" in result:
-        result["properties"] = {name: field for name, field in result["properties"].items() if name not in gone}
-    if gone and "required" in result:
-        result["required"] = [name for name in result["required"] if name not in gone]
-    if any(map(_is_blanked, views)):
-        said = {keyword: result.pop(keyword) for keyword in list(result) if _is_annotation(keyword)}
-        result = {**said, "anyOf": [result, {"const": REDACTED_VALUE}]}
-    return result
+    promised = _PROMISED - {closed for keyword, closed in _CLOSING.items() if keyword in schema}
+    said = {key: value for key, value in schema.items() if key in promised or _is_annotation(key)}
+    if gone:
+        said["properties"] = {name: field for name, field in schema.get("properties", {}).items() if name not in gone}
+        said["required"] = [name for name in schema.get("required", ()) if name not in gone]
+    result = _map_subschemas(said, inside)
+    if "oneOf" in result:  # of which two may hold where less is said of each
+        result.setdefault("anyOf", result.pop("oneOf"))
+    return {"anyOf": [result, {"const": REDACTED_VALUE}]} if any(map(_is_blanked, views)) else result
 
 
 # ---- Results: a module's output as an MCP result; pure ----
@@ -789,14 +768,14 @@ def _fields(schema: JSONSchema) -> str:
 
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    known, module_id = tool.annotations, tool.module_id
+    known, module_id = tool.told.annotations, tool.module_id
     repeatable = known.readonly or known.idempotent
     notes = {
         "It only reads.": known.readonly,
         "It may destroy data that cannot be brought back.": known.destructive,
         "A person has to approve each call.": known.requires_approval,
         "It reaches systems outside of this one.": known.open_world,
-        "It takes sensitive values, which are kept out of messages and logs.": tool.has_sensitive_input,
+        "It takes sensitive values, which are kept out of messages and logs.": _marks_sensitive(tool.input_schema),
         "It returns sensitive values, which are replaced by `***REDACTED***`.": bool(tool.sensitive_output),
     }
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
@@ -1338,7 +1317,7 @@ class _ExecutionRouter:
         module_id, tool = call.tool.module_id, call.tool
         if self._options.validate_inputs:
             _check(call.arguments, tool.validator, "Input")
-        if not (tool.annotations.streaming and "progress_token" in call.meta):
+        if not (tool.told.annotations.streaming and "progress_token" in call.meta):
             return await self._executor.call_async(module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: dict[str, Any] = {}
@@ -1488,7 +1467,7 @@ class _Bridge:
 
     def _documented(self) -> dict[str, _Tool]:
         """The listed modules that have documentation, by its URI (SRS FR-RESOURCE-001, -002)."""
-        return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.resource}
+        return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
 
     async def _subscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
         """Follow a resource, or no longer, in the handshake's way; from 2026-07-28 on, that is part of listening."""

@@ -43,11 +43,11 @@ async def test_every_listed_module_with_documentation_is_a_resource(mode: str) -
         templates = (await client.list_resource_templates()).resource_templates
     assert [(r.uri, r.name, r.title, r.mime_type) for r in listed] == [
         ("docs://image.crop", "image.crop", None, "text/plain"),
-        ("docs://image.resize", "image.resize", "Resize", "text/markdown"),
+        ("docs://image.resize", "image.resize", "Resize", "text/plain"),
     ]
     assert [[(c.uri, c.mime_type, c.text) for c in contents] for contents in read] == [
         [("docs://image.crop", "text/plain", "Cuts the edges off.")],
-        [("docs://image.resize", "text/markdown", MARKDOWN)],
+        [("docs://image.resize", "text/plain", MARKDOWN)],
     ]
     assert templates == []
 
