@@ -28,17 +28,7 @@ from .core import (
     to_openai_tools,
 )
 
-__all__ = [
-    "MCP_ELICIT_KEY",
-    "MCP_PROGRESS_KEY",
-    "ElicitationApprovalHandler",
-    "MCPServer",
-    "__version__",
-    "async_serve",
-    "elicit",
-    "from_openai_call",
-    "from_openai_name",
-    "report_progress",
-    "serve",
-    "to_openai_tools",
-]
+__all__ = ["MCPServer", "async_serve", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
+# What a module may use, which stays callable without a server.
+__all__ += ["MCP_ELICIT_KEY", "MCP_PROGRESS_KEY", "ElicitationApprovalHandler", "elicit", "report_progress"]
+__all__ += ["__version__"]

@@ -918,8 +918,6 @@ def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
 def _reload(registry: Registry, path: str, module_id: str) -> None:
     """Register the module of a file as it is now instead of what it was."""
     module, told = registry.get(module_id), registry.get_module_metadata(module_id)
-    if module is not None and not type(module).__module__.startswith("apcore_ext"):
-        return  # it did not come out of a file
     with _left_out(path):
         registry.unregister(module_id)
         # The cached bytecode, which takes two edits of one size within one second for the same.
