@@ -74,7 +74,7 @@ from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
 from apcore.registry import DiscoveredModule, load_metadata, resolve_entry_point, scan_extensions, validate_module
-from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
+from apcore.schema.openai_strict import SUPPORTED_FORMATS, UNSUPPORTED_KEYWORDS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
@@ -2155,43 +2155,36 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
 
-_SHORTENED = re.compile(r"-0[0-9a-f]{8}$")  # no segment of a module id starts with a digit
+_SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
 # Whatever constrains a value, and the one annotation that a model is to read.
 _STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
 # What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
-_STRICT_TELLS = frozenset(
-    "minLength maxLength minProperties maxProperties propertyNames contains minContains maxContains uniqueItems"
-    " dependentRequired".split()
-)
+_STRICT_TELLS: dict[str, Callable[[Any], object]] = {
+    **dict.fromkeys(frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED), lambda _: True),
+    "format": lambda name: name not in SUPPORTED_FORMATS,
+    "pattern": re.compile(r"\(\?<?[=!]").search,  # it looks around, as pydantic's of a Decimal
+}
 
 
-class _OpenAIConverter:
-    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
+def _to_function(tool: _Tool, *, embed_annotations: bool = False, strict: bool = False) -> dict[str, Any]:
+    """A tool as an OpenAI function definition, in strict mode with parameters that its API takes."""
+    description = tool.told.description + (tool.told.to_suffix() if embed_annotations else "")
+    function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
+    function["parameters"] = _to_strict(tool.input_schema) if strict else tool.input_schema
+    if strict:
+        function["strict"] = True
+        _warn_of_strict(tool.module_id, tool.input_schema, function["parameters"])
+    return {"type": "function", "function": function}
 
-    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
-    """
 
-    def __init__(self, *, embed_annotations: bool, strict: bool) -> None:
-        self._embeds, self._strict = embed_annotations, strict
-
-    def convert(self, tool: _Tool) -> dict[str, Any]:
-        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
-        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
-        function["parameters"] = tool.input_schema
-        if self._strict:
-            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
-            self._warn(tool, function["parameters"])
-        return {"type": "function", "function": function}
-
-    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
-        refused = detect_openai_strict_incompatibilities(strict)
-        if any(node.get("additionalProperties", False) is not False for node in _nodes(tool.input_schema)):
-            refused.append("additionalProperties: true")
-        if not all(node.keys() & {"type", "enum", "const", "anyOf"} for node in _nodes(strict)):
-            refused.append("a value of any type")
-        if refused:
-            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-            logger.warning(text, tool.module_id, ", ".join(refused))
+def _warn_of_strict(module_id: str, schema: JSONSchema, strict: JSONSchema) -> None:
+    """Log what strict mode takes away from a module, and what OpenAI refuses of the rest."""
+    told = detect_openai_strict_incompatibilities(strict)
+    told += ["additionalProperties" for node in _nodes(schema) if node.get("additionalProperties", False) is not False]
+    told += ["any type" for node in _nodes(strict) if not node.keys() & {"type", "enum", "const", "anyOf"}]
+    if told:
+        text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
+        logger.warning(text, module_id, ", ".join(dict.fromkeys(told)))
 
 
 def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
@@ -2201,13 +2194,9 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
     `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
     """
-    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and value is not False}
-    if schema.get("format", "date") not in SUPPORTED_FORMATS:
-        told["format"] = schema["format"]
-    if re.search(r"\(\?<?[=!]", schema.get("pattern", "")):  # it looks around, as pydantic's of a Decimal
-        told["pattern"] = schema["pattern"]
-    mapped = _map_subschemas(schema, _to_strict)
-    strict = {key: mapped[key] for key in mapped if key in _STRICT_KEEPS - _STRICT_TELLS and key not in told}
+    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and _STRICT_TELLS[key](value)}
+    kept = {key: value for key, value in schema.items() if key in _STRICT_KEEPS and key not in told}
+    strict = _map_subschemas(kept, _to_strict)
     if told:
         words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
         strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
@@ -2227,9 +2216,7 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
     if "type" in schema and not schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if", "const"}:
         enum = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
         return {**schema, **enum, "type": [*dict.fromkeys([*_types(schema), "null"])]}
-    said = {"description": schema["description"]} if "description" in schema else {}
-    rest = {key: value for key, value in schema.items() if key not in said}
-    return {**said, "anyOf": [*(rest["anyOf"] if rest.keys() == {"anyOf"} else [rest]), {"type": "null"}]}
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
@@ -2241,14 +2228,11 @@ def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
     value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
     if isinstance(value, list):
         return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    fields = {name: [*_inside([schema], name)] for name in value}
-    return {
-        name: functools.reduce(_drop_nulls, fields[name], item)
-        for name, item in value.items()
-        if item is not None or name in schema.get("required", ()) or all(_is_valid(None, f) for f in fields[name])
-    }
+    if isinstance(value, dict):
+        parts = {name: [*_inside([schema], name)] for name in value}
+        absent = {name for name in value if value[name] is None and not all(_is_valid(None, s) for s in parts[name])}
+        return {name: functools.reduce(_drop_nulls, parts[name], value[name]) for name in value if name not in absent}
+    return value
 
 
 def to_openai_tools(
@@ -2265,12 +2249,8 @@ def to_openai_tools(
     left out with a WARNING. Needs neither the `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
-    options = _Options(registry_or_executor, tags=tags, prefix=prefix)
-    catalog = _ToolCatalog(options)
-    for module_id in catalog.tools:
-        if "-" in module_id:
-            raise ValueError(f"Module id must not contain hyphens, which stand for dots in names: {module_id!r}")
-    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
+    catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
+    return catalog.each(functools.partial(_to_function, embed_annotations=embed_annotations, strict=strict))
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
@@ -2282,14 +2262,12 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
     An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
     Raises ValueError for a shortened name without a registry, or one that no module of it has.
     """
-    if not (len(name) == _NAME_MAX and _SHORTENED.search(name)):
+    if not _SHORTENED.fullmatch(name):
         return name.replace("-", ".")
-    if registry is None:
-        raise ValueError(f"Function name {name!r} was shortened; pass the registry to look its module up")
-    for module_id in registry.list(visibility=["public", "hidden"]):
-        if len(module_id) > _NAME_MAX and _portable_name(module_id) == name:
+    for module_id in registry.list() if registry is not None else ():
+        if _portable_name(module_id) == name:
             return module_id
-    raise ValueError(f"No module has the function name {name!r}")
+    raise ValueError(f"Function name {name!r} was shortened, and no registry is given that has its module")
 
 
 def from_openai_call(
@@ -2309,10 +2287,7 @@ def from_openai_call(
     """
     options = _Options(registry_or_executor)
     module_id = from_openai_name(name, options.registry)
-    try:
-        inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
-    except ValueError as error:
-        raise ValueError(f"Arguments of {name!r} are not JSON: {error}") from None
+    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
     offered = module_id in options.registry.list(prefix=module_id)
@@ -2338,7 +2313,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     elif form == "mcp":
         exported = catalog.listing(portable=options.tool_names == "portable")
     else:
-        exported = catalog.each(_OpenAIConverter(strict=form == "openai-strict", embed_annotations=False).convert)
+        exported = catalog.each(functools.partial(_to_function, strict=form == "openai-strict"))
     return json.dumps(exported, indent=2)
 
 

