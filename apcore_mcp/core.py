@@ -1208,8 +1208,6 @@ class _ExecutionRouter:
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._options = catalog, executor, options
-        # What a call runs in: it may have to wait until it can be entered.
-        self.place: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
         self._stopped = False
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
@@ -1225,19 +1223,18 @@ class _ExecutionRouter:
         self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
-        async with self.place():
-            if self._stopped:
-                raise _protocol_error(-32000, "Server is shutting down")
-            if params.request_state is not None:
-                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
-            tool = self._catalog.find(params.name)
-            if tool is None:
-                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
-                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
-            call.attach(ctx)
-            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
-            return await self._reply(call)
+        if self._stopped:
+            raise _protocol_error(-32000, "Server is shutting down")
+        if params.request_state is not None:
+            return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
+        tool = self._catalog.find(params.name)
+        if tool is None:
+            logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
+            return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+        call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+        call.attach(ctx)
+        call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
+        return await self._reply(call)
 
     def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
         call = self.parked.get(state)
@@ -1748,7 +1745,6 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 # ---- stdio: pipes, and who owns the standard streams ----
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
-_CALLS_MAX = 250  # calls of one client that run; more wait for their turn
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
@@ -1777,83 +1773,41 @@ def _divert(stack: contextlib.ExitStack) -> None:
     with open(os.devnull, "r+b", 0) as nothing:
         wire = os.dup(0), os.dup(1)
         os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno(), 1)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stderr either, and 2 means something else
-        os.dup2(cast(Any, sys.__stderr__).fileno(), 1)
-    _flush_stdout(by_line=True)
+        os.dup2(nothing.fileno() if sys.__stderr__ is None else 2, 1)
+    _flush_stdout()
     _claimed.append(wire)
 
     @stack.callback
     def restore() -> None:
-        _flush_stdout(by_line=os.isatty(wire[1]))
+        _flush_stdout()
         _claimed.clear()
         for fd, private in enumerate(wire):
             os.dup2(private, fd)
             os.close(private)
 
 
-def _flush_stdout(*, by_line: bool) -> None:
-    """Send what Python and C still hold where fd 1 points now; `by_line`, they will do so after each line.
-
-    A log shows what is printed when it is printed, though buffers are large where neither end is a terminal.
-    """
+def _flush_stdout() -> None:
+    """Send what Python and C still hold where fd 1 points now; from then on Python does so after each line."""
     import ctypes
 
     with contextlib.suppress(OSError, ValueError, AttributeError):  # it was closed or replaced
-        sys.stdout.flush()
-        cast(Any, sys.stdout).reconfigure(line_buffering=by_line)
-    with contextlib.suppress(TypeError, ValueError):  # Windows has no such library
-        library = ctypes.CDLL(None)
-        stdout = ctypes.c_void_p.in_dll(library, "__stdoutp" if sys.platform == "darwin" else "stdout")
-        library.setvbuf(stdout, None, int(by_line), 0)  # _IOFBF is 0 and _IOLBF 1
-        library.fflush(stdout)
+        cast(Any, sys.stdout).reconfigure(line_buffering=True)
+    with contextlib.suppress(TypeError):  # Windows has no such library
+        ctypes.CDLL(None).fflush(None)
 
 
-@contextlib.asynccontextmanager
-async def _open_wire(read_fd: int, write_fd: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Both directions, driven by the event loop: with pipes and sockets, no thread between a client and its answer.
+def _as_pipes(read_fd: int, write_fd: int, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    """Both directions as files that the event loop can wait for; until `stack` ends.
 
-    A client that reads no more has gone, so its input ends too. When the context ends, it is given a second to read
-    what it has been told; what is left then is dropped.
+    These are sockets in the place of what it cannot wait for: a terminal, a file, Windows' pipes. Threads copy then.
     """
-    copying: threading.Thread | None = None
-    if _are_pipes(read_fd, write_fd):
-        source, sink = os.fdopen(os.dup(read_fd), "rb", 0), os.fdopen(os.dup(write_fd), "wb", 0)
-    else:
-        source, sink, copying = _copied(read_fd, write_fd)
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
-    incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-    nothing = asyncio.StreamReader()
-    outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(nothing), sink)
-    writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
-    gone = asyncio.create_task(writer.wait_closed())
-    gone.add_done_callback(lambda _: incoming.close())
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        giving_up = loop.call_later(1, outgoing.abort)
-        await asyncio.gather(gone, return_exceptions=True)
-        giving_up.cancel()
-        if copying is None:  # leave them as they were found
-            os.set_blocking(read_fd, True)
-            os.set_blocking(write_fd, True)
-        else:
-            copying.join(1)
-
-
-def _are_pipes(read_fd: int, write_fd: int) -> bool:
     modes = [os.fstat(fd).st_mode for fd in (read_fd, write_fd)]
     pipes = all(stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) for mode in modes)
     # Of one socket for both, asyncio's pipe transports would take the input for the end of the output.
-    return sys.platform != "win32" and pipes and not os.path.sameopenfile(read_fd, write_fd)
-
-
-def _copied(read_fd: int, write_fd: int) -> tuple[Any, Any, threading.Thread]:
-    """Sockets in the place of what the event loop cannot wait for: a terminal, a file, Windows' pipes.
-
-    Threads copy, and may be left alone; the one returned ends when everything is written.
-    """
+    if sys.platform != "win32" and pipes and not os.path.sameopenfile(read_fd, write_fd):
+        for fd in (read_fd, write_fd):
+            stack.callback(os.set_blocking, fd, True)  # as it was found
+        return os.fdopen(os.dup(read_fd), "rb", 0), os.fdopen(os.dup(write_fd), "wb", 0)
 
     def copy(source: Any, sink: Any) -> None:
         with contextlib.suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
@@ -1868,11 +1822,12 @@ def _copied(read_fd: int, write_fd: int) -> tuple[Any, Any, threading.Thread]:
     threads = [threading.Thread(target=copy, args=files, daemon=True) for files in (inwards, outwards)]
     for thread in threads:
         thread.start()
-    return incoming, outgoing, threads[1]
+    stack.callback(threads[1].join, 1)  # until everything is written
+    return incoming, outgoing
 
 
 class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
-    """One client at the other end of a wire, as the stream of messages (both ways) that the SDK's server runs on.
+    """One client at the other end of a wire, as the streams of messages that the SDK's server runs on.
 
     A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error; the SDK would drop it, and its
     sender wait for ever. When the input ends, what has been asked is still answered, for 5 seconds at most: only then
@@ -1880,34 +1835,32 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
-        self._reader, self._writer, self._bridge, self._messages = reader, writer, bridge, self._receive()
-        self._questions = set[int | str]()  # the ids of what this server asks its client
-        self._sending, self._places = asyncio.Lock(), asyncio.Semaphore(_CALLS_MAX)
-        bridge.router.place = self._place
+        self._reader, self._writer, self._bridge = reader, writer, bridge
+        self._questions, self._writing = set[int | str](), asyncio.Lock()  # the ids of what this server asks its client
         writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
-        """Nothing: the server closes each direction by itself, and this is both."""
+        """Nothing: whoever opened the wire closes it."""
 
     async def __aexit__(self, *_: object) -> None:
         """Nothing, for the same reason."""
 
-    def __aiter__(self) -> AsyncIterator[SessionMessage]:
-        return self._messages
-
-    async def _receive(self) -> AsyncIterator[SessionMessage]:
+    async def receive(self) -> AsyncIterator[SessionMessage]:
+        """The client's messages; none is read while it leaves unread what it has asked for."""
         from mcp.shared.message import ServerMessageMetadata, SessionMessage
         from mcp_types import ErrorData, JSONRPCError, JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
         settling = ServerMessageMetadata(on_request_unanswered=self._settle)
-        while line := await self._read_line():
+        while not self._reader.at_eof():
+            line = b"one that is too long"
+            await self._drain()
             try:
+                line = await self._reader.readline()
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
+                    raise ValueError("It is no id, or this would be a request")
             except ValueError:
                 await self._refuse(line)
-                continue
-            if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
-                await self._refuse(line)  # it is no id, or this would be a request
                 continue
             if isinstance(message, JSONRPCRequest):
                 self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
@@ -1919,22 +1872,6 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=self._questions.pop(), error=gone))
         await self._bridge.finish()
 
-    async def _read_line(self) -> bytes:
-        """The next line with its newline, or b"" at the end; of one that is too long, a rest that is no JSON.
-
-        Not while the client leaves unread what it has asked for.
-        """
-        begun = b""
-        await self._drain()
-        while True:
-            try:
-                return begun + await self._reader.readuntil(b"\n")
-            except asyncio.IncompleteReadError as end:
-                return begun + end.partial
-            except asyncio.LimitOverrunError as overrun:
-                await self._reader.readexactly(overrun.consumed)
-                begun = b"... "
-
     async def send(self, item: SessionMessage) -> None:
         from anyio import BrokenResourceError
         from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
@@ -1945,7 +1882,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 raise BrokenResourceError  # there will be no answer
             self._questions.add(message.id)
         try:
-            async with self._sending:  # one at a time, or all would be written out in memory while nobody reads
+            async with self._writing:  # one at a time, or all would be written out in memory while nobody reads
                 await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
         finally:
             if isinstance(message, JSONRPCResponse | JSONRPCError):
@@ -1953,14 +1890,6 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
     async def _settle(self) -> None:
         self._bridge.activity.__exit__()
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """A place among the calls that run; once what was answered before is written, so that no more piles up."""
-        async with self._places:
-            async with self._sending:
-                pass
-            yield
 
     async def _write(self, line: str) -> None:
         self._writer.write(line.encode() + b"\n")
@@ -1973,7 +1902,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
     async def _refuse(self, line: bytes) -> None:
         """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
-        if line.isspace():
+        if not line.strip():
             return
         code, request_id = -32700, None
         reason = f"Parse error: line is not JSON, or longer than {_MESSAGE_MAX_BYTES} bytes"
@@ -1987,17 +1916,31 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
 @contextlib.asynccontextmanager
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone."""
-    with _standard_streams() as fds:
-        async with _open_wire(*fds) as streams:
-            connection = _StdioConnection(*streams, bridge)
-            run = bridge.server.run(connection, connection, bridge.server.create_initialization_options())
-            running: asyncio.Task[None] = asyncio.create_task(run)
-            try:
-                yield running
-            finally:
-                running.cancel()
-                await asyncio.wait({running})
+    """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone.
+
+    With pipes and sockets, no thread stands between a client and its answer. A client that reads no more has gone, so
+    its input ends too. At the end it is given a second to read what it has been told; what is left then is dropped.
+    """
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+    with _standard_streams() as wire, contextlib.ExitStack() as stack:
+        source, sink = _as_pipes(*wire, stack)
+        incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+        nothing = asyncio.StreamReader()
+        outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(nothing), sink)
+        writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
+        gone = asyncio.gather(writer.wait_closed(), return_exceptions=True)
+        gone.add_done_callback(lambda _: incoming.close())
+        connection, options = _StdioConnection(reader, writer, bridge), bridge.server.create_initialization_options()
+        running = asyncio.create_task(bridge.server.run(connection.receive(), connection, options))
+        try:
+            yield running
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+            writer.close()
+            giving_up = loop.call_later(1, outgoing.abort)
+            await gone
+            giving_up.cancel()
 
 
 _TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _serve_http}

@@ -42,7 +42,7 @@ MIB = 1024 * 1024
 
 SERVER = """
 ran = []
-began = waiting = 0
+waiting = 0
 
 @tool
 async def echo(inputs, context):
@@ -55,8 +55,7 @@ async def big(inputs, context):
 
 @tool
 async def wait(inputs, context):
-    global began, waiting
-    began += 1
+    global waiting
     waiting += 1
     try:
         await asyncio.Event().wait()
@@ -65,7 +64,7 @@ async def wait(inputs, context):
 
 @tool
 async def census(inputs, context):
-    return {"ran": len(ran), "began": began, "waiting": waiting, "tasks": len(asyncio.all_tasks())}
+    return {"ran": len(ran), "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
 @tool
 async def kept(inputs, context):
@@ -77,7 +76,6 @@ options = {}
 if sys.argv[1:]:
     options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
-print(began, "began", file=sys.stderr)
 """
 
 
@@ -481,8 +479,8 @@ def test_a_client_that_stops_reading_is_made_to_wait_and_then_gets_everything(pr
 
 
 @pytest.mark.timeout(30)
-def test_calls_that_are_cancelled_before_they_begin_leave_their_places(program: list[str], mode: str) -> None:
-    """More of them, each in one write with its cancellation, than may run at once."""
+def test_calls_that_are_cancelled_before_they_begin_leave_nothing_behind(program: list[str], mode: str) -> None:
+    """Each in one write with its cancellation."""
     sent = []
     for n in range(300):
         sent += [spoken(mode, n, "tools/call", {"name": "t.wait", "arguments": {}})]
@@ -510,9 +508,7 @@ def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving
         client.send_line(line(call("census", "t.census")).strip())
         while (answered := client.receive())["id"] != "census":
             assert "error" in answered
-        told = answered["result"]["structuredContent"]
-        assert told["waiting"] == 0
+        assert answered["result"]["structuredContent"]["waiting"] == 0
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
-        _, stderr = client.process.communicate(timeout=50)
+        client.process.communicate(timeout=50)
         assert client.process.returncode == 0
-        assert f"{told['began'] + 250} began" in stderr.decode(), "others began when the grace period was over"

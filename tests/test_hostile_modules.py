@@ -177,6 +177,7 @@ async def later(inputs, context):
 
 @tool
 def closing(inputs, context):
+    ctypes.CDLL(None).fflush(None)
     sys.stdout.close()
     os.close(1)
     os.open(os.devnull, os.O_RDWR)
