@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
     from mcp.server.session import ServerSession
     from mcp.shared.message import SessionMessage
+    from mcp.shared.subscriptions import ServerEvent
     from mcp_types import CallToolRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -1377,7 +1378,7 @@ class _Bridge:
             on_list_tools=cast(Any, self._list_tools),
             on_call_tool=cast(Any, self.router.handle_call),
             on_list_resources=cast(Any, self._list_resources),
-            on_list_resource_templates=cast(Any, self._list_resource_templates),
+            on_list_resource_templates=cast(Any, self._list_resources),
             on_read_resource=cast(Any, self._read_resource),
             on_subscribe_resource=cast(Any, self._subscribe),
             on_unsubscribe_resource=cast(Any, self._subscribe),
@@ -1385,13 +1386,14 @@ class _Bridge:
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
+        self._fresh = {**_FRESH, "_meta": {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}}
         security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
         self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
 
     async def __aenter__(self) -> _Bridge:
         loop = asyncio.get_running_loop()
-        self.catalog.follow(functools.partial(loop.call_soon_threadsafe, self._changed.set))
-        self._announcer = loop.create_task(self._announce())
+        self.catalog.follow(lambda: loop.call_soon_threadsafe(self._wake))
+        self._announcer = loop.create_task(self._announce(self._bus.publish))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -1413,8 +1415,6 @@ class _Bridge:
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
-        from mcp_types.methods import validate_client_request
-
         if ctx.request_id is None:
             return await call_next(ctx)
         if self.closing:
@@ -1427,11 +1427,12 @@ class _Bridge:
         if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
         if ctx.method == "tools/list" and connection.initialize_accepted:
-            validate_client_request(ctx.method, ctx.protocol_version, ctx.params)
             return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
-            follows = self._follow(connection, ctx.session)
+            follows = connection.has_standalone_channel
+            if follows and not connection.state:  # or it says hello again
+                self._follow(connection, ctx.session)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
             result["capabilities"]["tools"] = {"listChanged": follows}
             result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": follows}
@@ -1441,16 +1442,12 @@ class _Bridge:
         client, names = ctx.session.client_params, self.options.tool_names
         dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
-        if ctx.protocol_version < _PARKING_VERSION:
-            return {"tools": tools}
-        stamp = {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}
-        return {"tools": tools, "_meta": stamp, **_FRESH}
+        return {"tools": tools, **(self._fresh if ctx.protocol_version >= _PARKING_VERSION else {})}
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
-        return {"resources": [tool.resource for tool in self._documented().values()], **_FRESH}
-
-    async def _list_resource_templates(self, ctx: RequestContext, params: object) -> dict[str, Any]:
-        return {"resourceTemplates": [], **_FRESH}
+        """Those, or the templates, of which there are none: the SDK leaves out what is not of the method's result."""
+        resources = [tool.resource for tool in self._documented().values()]
+        return {"resources": resources, "resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
         tool = self._documented().get(params.uri)
@@ -1475,39 +1472,33 @@ class _Bridge:
         params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
         return await self._listener(ctx, params)
 
-    def _follow(self, connection: Connection, session: ServerSession) -> bool:
-        """Tell a handshake connection what the bus carries, until it ends; whether it has a stream for that."""
-        from mcp.shared.subscriptions import ResourceUpdated, ServerEvent, event_to_notification
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-        if connection.state or not connection.has_standalone_channel:  # it says hello again, or is gone with its answer
-            return connection.has_standalone_channel
-        uris, waiting = connection.state.setdefault("uris", set()), dict[ServerEvent, None]()
-        telling: asyncio.Task[None] | None = None
+    async def _announce(self, publish: Callable[[ServerEvent], Awaitable[None]]) -> None:
+        """Publish every change of the catalog from now on, as fast as it is taken: what changes meanwhile is one."""
+        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
 
-        def note(event: ServerEvent) -> None:
-            nonlocal telling
-            if not isinstance(event, ResourceUpdated) or event.uri in uris:
-                waiting[event] = None
-                telling = asyncio.create_task(tell()) if telling is None or telling.done() else telling
-
-        async def tell() -> None:
-            while waiting:
-                await session.send_notification(event_to_notification(waiting.popitem()[0], {}))
-
-        connection.exit_stack.callback(self._bus.subscribe(note))
-        return True
-
-    async def _announce(self) -> None:
-        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ServerEvent, ToolsListChanged
-
-        now = {uri: tool.documentation for uri, tool in self._documented().items()}
-        while await self._changed.wait():
+        changed, now = self._changed, self._documented()
+        while await changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
-            self._changed.clear()
-            before, now = now, {uri: tool.documentation for uri, tool in self._documented().items()}
+            changed, before, now = self._changed, now, self._documented()
             events: list[ServerEvent] = [ToolsListChanged(), ResourcesListChanged()]
             for event in [*events, *map(ResourceUpdated, dict(before.items() ^ now.items()))]:
-                await self._bus.publish(event)
+                await publish(event)
+
+    def _follow(self, connection: Connection, session: ServerSession) -> None:
+        """Tell a handshake connection of what changes, until it ends."""
+        from mcp.shared.subscriptions import ResourceUpdated, event_to_notification
+
+        uris = connection.state.setdefault("uris", set())
+
+        async def tell(event: ServerEvent) -> None:
+            if not isinstance(event, ResourceUpdated) or event.uri in uris:
+                await session.send_notification(event_to_notification(event, {}))
+
+        connection.exit_stack.callback(asyncio.create_task(self._announce(tell)).cancel)
 
 
 # ---- HTTP: the Starlette app and the guard before it ----
