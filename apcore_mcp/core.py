@@ -1531,11 +1531,8 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import ClientDisconnect
 
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        app = self._refusal(scope) or self._app
-        counted = self._bridge.activity if scope["method"] == "POST" else contextlib.nullcontext()
+        app = (self._refusal(scope) if scope["type"] == "http" else None) or self._app
+        counted = self._bridge.activity if scope.get("method") == "POST" else contextlib.nullcontext()
         with counted, contextlib.suppress(ClientDisconnect):
             await app(scope, receive, send)
 
@@ -1570,7 +1567,6 @@ class _Explorer:
         from starlette.responses import HTMLResponse, JSONResponse
 
         self._bridge, self._options = bridge, bridge.options
-        self._portable = bridge.options.tool_names == "portable"
         page = Path(__file__).with_name("explorer.html").read_text("utf-8")
         policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'"
         policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -1600,7 +1596,7 @@ class _Explorer:
         return self._answer({**told, "endpoint": request.scope.get("root_path", "") + urlsplit(self._options.url).path})
 
     async def tools(self, request: Request) -> Response:
-        listing = self._bridge.catalog.listing(portable=self._portable)
+        listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")
         return self._answer([{key: tool[key] for key in tool if not key.endswith("Schema")} for tool in listing])
 
     async def tool(self, request: Request) -> Response:
@@ -1613,7 +1609,7 @@ class _Explorer:
             return self._answer({"error": f"Tool {name!r} not found"}, 404)
         if runs:
             return self._answer(*await self._call(tool, request))
-        definition = tool.definition(portable=self._portable)
+        definition = tool.definition(portable=self._options.tool_names == "portable")
         return self._answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
 
     async def _call(self, tool: _Tool, request: Request) -> tuple[dict[str, Any], int]:
@@ -1621,10 +1617,9 @@ class _Explorer:
 
         Its result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}`, and a status.
         """
-        arguments: Any = None
-        with contextlib.suppress(ValueError):
-            arguments = from_json(await request.body(), allow_inf_nan=False)
-        if not isinstance(arguments, dict):
+        try:
+            arguments = {**from_json(await request.body(), allow_inf_nan=False)}
+        except (TypeError, ValueError):
             return {"error": "Request body must be a JSON object: the tool's arguments"}, 400
         call = _Call(tool, arguments, self._options, request)
         running = call.task = asyncio.create_task(self._bridge.router.execute(call))
@@ -1635,9 +1630,8 @@ class _Explorer:
         text, *files = result["content"]
         if not result["isError"]:
             return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
-        report = result["_meta"]["apcore-mcp/error"]
-        told = {key: report[key] for key in ("error_type", "error_details") if key in report}
-        return {"error": text["text"], **told}, 400 if text["text"].startswith("Input validation failed") else 500
+        status = 400 if text["text"].startswith("Input validation failed") else 500
+        return {"error": text["text"], **result["_meta"]["apcore-mcp/error"]}, status
 
 
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:

@@ -154,7 +154,12 @@ async def test_an_app_under_a_prefix_of_its_own_names_its_endpoint_in_full() -> 
             "t.fail",
             {},
             500,
-            {"error": "Internal error occurred", "error_type": "MODULE_EXECUTE_ERROR"},
+            {
+                "error": "Internal error occurred",
+                "status": "failure",
+                "error_type": "MODULE_EXECUTE_ERROR",
+                "error_message": "Internal error occurred",
+            },
             id="failure",
         ),
     ],
