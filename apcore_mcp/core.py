@@ -1370,7 +1370,7 @@ class _Bridge:
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()
-        self.connections = weakref.WeakSet[Any]()  # cancel scopes of what else would go on for ever
+        self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -1393,12 +1393,11 @@ class _Bridge:
     async def __aenter__(self) -> _Bridge:
         loop = asyncio.get_running_loop()
         self.catalog.follow(lambda: loop.call_soon_threadsafe(self._wake))
-        self._announcer = loop.create_task(self._announce(self._bus.publish))
+        self.endless.add(loop.create_task(self._announce(self._bus.publish)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.catalog.close()
-        self._announcer.cancel()
         await self.finish()
 
     async def finish(self) -> None:
@@ -1410,8 +1409,8 @@ class _Bridge:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.activity.join(), limit - loop.time())
             self.router.stop()
-        for connection in self.connections:
-            connection.cancel()
+        for each in self.endless:
+            each.cancel()
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1503,7 +1502,6 @@ class _Bridge:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-_SESSION_IDLE_SECONDS = 30 * 60  # how long a handshake client may say and hear nothing before it has to begin anew
 # What a Host header may be, in lower case: this machine, an address (a domain could be somebody else's and yet point at
 # this machine), anything that names a host (no "@", behind which another one would stand).
 _LOCAL_HOST = r"(localhost|127(\.\d+){3}|\[[0:]+1\])(:\d+)?"
@@ -1565,6 +1563,7 @@ class _Explorer:
 
     def __init__(self, bridge: _Bridge) -> None:
         from starlette.responses import HTMLResponse, JSONResponse
+        from starlette.routing import Route
 
         self._bridge, self._options = bridge, bridge.options
         page = Path(__file__).with_name("explorer.html").read_text("utf-8")
@@ -1575,15 +1574,10 @@ class _Explorer:
             policy += f"; {tag}-src 'sha256-{digest}'"
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
-        self._page = HTMLResponse(page, headers=headers)
         self._answer = functools.partial(JSONResponse, headers=headers)
-
-    def routes(self) -> list[BaseRoute]:
-        from starlette.routing import Route
-
         prefix = self._options.explorer_prefix
-        return [
-            Route(f"{prefix}/", self._page, methods=["GET"]),
+        self.routes = [
+            Route(f"{prefix}/", HTMLResponse(page, headers=headers), methods=["GET"]),
             Route(f"{prefix}/server", self.server),
             Route(f"{prefix}/tools", self.tools),
             Route(f"{prefix}/tools/{{name}}", self.tool),
@@ -1647,13 +1641,12 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
         return JSONResponse({"status": "ok", "module_count": count, "tools_count": count, **facts})
 
     async def metrics(request: Request) -> Response:
-        page = options.metrics_collector.export_prometheus()
-        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
 
     routes: list[BaseRoute] = [Route("/health", health)]
     if options.metrics_collector is not None:
         routes.append(Route("/metrics", metrics))
-    return routes + (_Explorer(bridge).routes() if options.explorer else [])
+    return routes + (_Explorer(bridge).routes if options.explorer else [])
 
 
 async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -1662,7 +1655,7 @@ async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receiv
 
     async with transport.connect_sse(scope, receive, send) as streams:
         with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
-            bridge.connections.add(connection)
+            bridge.endless.add(connection)
             await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
 
@@ -1677,16 +1670,13 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     from starlette.routing import Mount, Route
 
     options = bridge.options
-    idle = None if options.stateless else _SESSION_IDLE_SECONDS
+    idle = None if options.stateless else 1_800.0  # seconds of silence, and a handshake client has to begin anew
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, session_idle_timeout=idle)
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
-
-        async def sse(request: Request) -> Any:
-            return functools.partial(_stream, bridge, transport)
-
-        routes = [Mount("/messages/", transport.handle_post_message), Route("/sse", sse)]
+        stream = Mount("", functools.partial(_stream, bridge, transport))  # a Route calls functions for a response
+        routes = [Mount("/messages/", transport.handle_post_message), Route("/sse", stream, methods=["GET"])]
     routes += _own_routes(bridge)
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
