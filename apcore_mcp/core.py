@@ -55,7 +55,6 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
@@ -919,6 +918,8 @@ def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
 def _reload(registry: Registry, path: str, module_id: str) -> None:
     """Register the module of a file as it is now instead of what it was."""
     module, told = registry.get(module_id), registry.get_module_metadata(module_id)
+    if module is not None and not type(module).__module__.startswith("apcore_ext"):
+        return  # it did not come out of a file
     with _left_out(path):
         registry.unregister(module_id)
         # The cached bytecode, which takes two edits of one size within one second for the same.
@@ -964,9 +965,8 @@ async def elicit(
 # From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
 _PARKING_VERSION = "2026-07-28"
 _PARKED_SECONDS = 600.0  # how long a call waits for its user's answer before it is cancelled
-_PARKED_MAX = 1_000  # how many calls may wait; one more is told that nobody answers
+_PARKED_MAX = 1_000  # how many calls may wait; for one more, the one that waits longest is given up
 _CALL_KEY = "_mcp_call"
-_RUNNING: ContextVar[_Call | None] = ContextVar(_CALL_KEY, default=None)  # for what modules call without its context
 
 
 def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, dict[str, Any]]:
@@ -1075,11 +1075,6 @@ class _Call:
                 logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
                 return None
 
-    def settle(self, answer: Any) -> None:
-        """Let the module go on with `answer`, an elicitation result or None, unless it has ended."""
-        if not self.answer.done():
-            self.answer.set_result(answer)
-
 
 def _locals(coroutine: Any) -> list[Any]:
     return [*inspect.getcoroutinelocals(coroutine).values()] if inspect.iscoroutine(coroutine) else []
@@ -1110,6 +1105,7 @@ def _cancel(calls: Iterable[_Call]) -> None:
 
 
 _NOBODY = "Nobody can be asked"
+_RUNNING = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)  # for what modules call without its context
 
 
 def _call_of(context: Context[Any]) -> _Call | None:
@@ -1244,27 +1240,25 @@ class _ExecutionRouter:
         del self.parked[state]
         call.attach(ctx)
         if (key := call.question[0]) in responses or not call.can_ask:
-            call.settle(responses.get(key))
+            if not call.answer.done():  # or the module has ended meanwhile
+                call.answer.set_result(responses.get(key))
         else:  # it is asked once more
             call.turn.set()
         return call
 
     async def _reply(self, call: _Call) -> dict[str, Any]:
         """The call's result, or the question that it asks before."""
-        while True:
-            try:
-                await call.turn.wait()
-            except asyncio.CancelledError:
-                _cancel([call])
-                raise
-            if call.task.done():
-                call.session = None
-                return call.task.result()
-            call.turn.clear()
-            if len(self.parked) < _PARKED_MAX:
-                break
-            logger.warning("Question of %s is not asked: too many calls wait for an answer", call.tool.module_id)
-            call.settle(None)
+        try:
+            await call.turn.wait()
+        except asyncio.CancelledError:
+            _cancel([call])
+            raise
+        if call.task.done():
+            call.session = None
+            return call.task.result()
+        call.turn.clear()
+        if len(self.parked) == _PARKED_MAX:
+            self._expire(next(iter(self.parked)))
         call.session, state = None, secrets.token_urlsafe(32)
         self.parked[state] = call
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._expire, state)

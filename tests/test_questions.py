@@ -367,6 +367,26 @@ async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
         assert await asyncio.gather(*map(answer, order)) == [{"n": n, "answer": {"name": f"user {n}"}} for n in order]
 
 
+@pytest.mark.once
+async def test_of_more_than_a_thousand_parked_calls_the_oldest_is_given_up() -> None:
+    ended: queue.Queue[int] = queue.Queue()
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"answer": await elicit(context, "Who?", SCHEMA, key="name")}
+        finally:
+            ended.put(inputs["n"])
+
+    async with wired({"ask": patient}) as wire:
+        states = [(await wire.question("ask", {"n": n}))[2] for n in range(1001)]
+        assert await asyncio.to_thread(ended.get, timeout=10) == 0
+        answer = {"input_responses": {"name": accept(name="Ada")}}
+        await wire.refused(states[0], "ask", {"n": 0})
+        for n in (1, 1000):
+            result = await wire.call("ask", {"n": n}, request_state=states[n], **answer)
+            assert result.structured_content == {"answer": {"name": "Ada"}}
+
+
 async def test_parked_calls_end_when_the_server_stops() -> None:
     ended: queue.Queue[str] = queue.Queue()
 
