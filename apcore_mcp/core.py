@@ -59,7 +59,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from annotated_types import Predicate
 from apcore import Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, SchemaValidationError
@@ -1805,7 +1805,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
         self._reader, self._writer, self._bridge = reader, writer, bridge
-        self._questions, self._writing = set[int | str](), asyncio.Lock()  # the ids of what this server asks its client
+        self._asked, self._writing = list[int | str](), asyncio.Lock()  # the ids of this server's own requests
         writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
@@ -1833,12 +1833,10 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 continue
             if isinstance(message, JSONRPCRequest):
                 self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
-            else:
-                self._questions.discard(getattr(message, "id", ""))
             yield SessionMessage(message, settling)
-        while self._questions:  # nobody is left to answer
-            gone = ErrorData(code=-32000, message="Connection closed")
-            yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=self._questions.pop(), error=gone))
+        gone = ErrorData(code=-32000, message="Connection closed")
+        for request_id in self._asked:  # nobody is left to answer; of what has been answered, this is let pass
+            yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=request_id, error=gone))
         await self._bridge.finish()
 
     async def send(self, item: SessionMessage) -> None:
@@ -1849,7 +1847,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         if isinstance(message, JSONRPCRequest):
             if self._reader.at_eof():
                 raise BrokenResourceError  # there will be no answer
-            self._questions.add(message.id)
+            self._asked.append(message.id)
         try:
             async with self._writing:  # one at a time, or all would be written out in memory while nobody reads
                 await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
@@ -2293,10 +2291,8 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
     """
     from anyio import CancelScope
 
-    options, count, where = bridge.options, len(bridge.catalog.tools), ""
-    if ended is not None and options.transport != "stdio":
-        explorer = urljoin(options.url, f"{options.explorer_prefix}/")
-        where = f", at {options.url}" + (f", explorer at {explorer}" if options.explorer else "")
+    options, count = bridge.options, len(bridge.catalog.tools)
+    where = f", at {options.url}" if ended is not None and options.transport != "stdio" else ""
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
@@ -2317,13 +2313,13 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
         await bridge.finish()
 
 
-async def _run(options: _Options, stop: Future[None], started: Callable[[], None]) -> None:
+async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
     async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
         ends = {running, asyncio.wrap_future(stop)}
         ended = asyncio.create_task(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         async with _announced(bridge, ended):
-            started()
+            started.set_result(None)
             await ended
         if running.done():
             running.result()  # an error that ended the transport is the caller's to see
@@ -2338,34 +2334,33 @@ class _ModuleThreads(ThreadPoolExecutor):
 
     def __init__(self, limit: int = 256) -> None:
         super().__init__(limit)
-        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self._idle, self._unstarted = threading.Semaphore(0), limit
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-        tokens = [arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token]
+        future, context = Future[T](), contextvars.copy_context()
 
-        def call() -> T:
-            for token in tokens:
-                token.check()
-            return fn(*args, **kwargs)
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
+                    token.check()
+                future.set_result(context.run(fn, *args, **kwargs))
+            except BaseException as error:  # SystemExit included: the module's, not this thread's
+                # A future would never end with StopIteration.
+                future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
-        self._calls.put((future, functools.partial(contextvars.copy_context().run, call)))
+        self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._unstarted:
             self._unstarted -= 1
             threading.Thread(target=self._work, daemon=True).start()
         return future
 
     def _work(self) -> None:
-        while item := self._calls.get():
-            future, call = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # SystemExit included: the module's, not this thread's
-                    # A future would never end with StopIteration.
-                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-            del item, future, call
+        while call := self._calls.get():
+            call()
+            del call  # and what the module returned
             self._idle.release()
         self._calls.put(None)  # for the next thread
 
@@ -2373,37 +2368,18 @@ class _ModuleThreads(ThreadPoolExecutor):
         self._calls.put(None)
 
 
-@contextlib.contextmanager
-def _stopped_by_signals(stop: Future[None]) -> Iterator[None]:
-    """SIGINT and SIGTERM cancel `stop`; a second one ends the process as if nobody had asked. Main thread only."""
-
-    def handle(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        stop.cancel()
-
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                stack.callback(signal.signal, number, signal.signal(number, handle))
-        yield
-
-
-def _block(options: _Options, stop: Future[None], started: Callable[[], None] = lambda: None) -> None:
+def _block(options: _Options, stop: Future[None], started: Future[None]) -> None:
     """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread."""
-    loop, threads = asyncio.new_event_loop(), _ModuleThreads()
-    loop.set_default_executor(threads)
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_ModuleThreads())
     loop.set_exception_handler(_log_quietly)
     life = loop.create_task(_run(options, stop, started))
     try:
-        with _stopped_by_signals(stop):
-            while not life.done():
-                try:
-                    loop.run_until_complete(life)
-                except (SystemExit, KeyboardInterrupt) as error:
-                    # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
-                    if life.done():
-                        raise
-                    logger.error("A module raised %s; the server goes on", type(error).__name__)
+        while not life.done():
+            # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_until_complete(life)
+        life.result()
     finally:
         # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
         stop.cancel()
@@ -2413,8 +2389,7 @@ def _block(options: _Options, stop: Future[None], started: Callable[[], None] = 
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             tasks.add(loop.create_task(loop.shutdown_asyncgens()))
             loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-        threads.shutdown()
-        loop.close()
+        loop.close()  # and the threads
 
 
 def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -2466,9 +2441,9 @@ class MCPServer:
 
     def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
-        self._lock = threading.Lock()
+        self._lock, self._stop = threading.Lock(), Future[None]()
         self._thread: threading.Thread | None = None
-        self._stop = Future[None]()
+        self.stop()
 
     def start(self) -> None:
         """Return once the server accepts clients; nothing happens when it does already.
@@ -2478,7 +2453,7 @@ class MCPServer:
         if threading.current_thread() is self._thread:  # `on_startup` and modules need not wait for their own server
             return
         with self._lock:
-            if self._thread is not None and self._thread.is_alive() and not self._stop.cancelled():
+            if not self._stop.cancelled():
                 return
             self.wait()
             started, self._stop = Future[None](), Future[None]()
@@ -2488,7 +2463,7 @@ class MCPServer:
 
     def _live(self, started: Future[None]) -> None:
         try:
-            _block(self._options, self._stop, lambda: started.set_result(None))
+            _block(self._options, self._stop, started)
         except BaseException as error:  # whatever it is, it belongs to the thread that called start()
             if started.done():
                 logger.exception("Server ended with an error")
@@ -2528,4 +2503,14 @@ def serve(options: _Options) -> None:
         loop = asyncio.get_running_loop()
     if loop is not None:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    _block(options, Future())
+    stop = Future[None]()
+
+    def handle(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process as if nobody had asked
+        stop.cancel()
+
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, handle))
+        _block(options, stop, Future())
