@@ -1419,7 +1419,8 @@ class _Bridge:
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
         if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
-        if ctx.method == "tools/list" and connection.initialize_accepted:
+        well_formed = connection.client_capabilities or ctx.protocol_version < _PARKING_VERSION
+        if ctx.method == "tools/list" and connection.initialize_accepted and well_formed:
             return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
@@ -1540,6 +1541,7 @@ class _Guard:
             (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),
             (403, "Invalid Origin header"): not origins <= {f"http://{host}", f"https://{host}"},
             (415, "Content-Type must be application/json"): scope["method"] == "POST" and not is_json,
+            (400, "No stream can be resumed"): "last-event-id" in headers,  # the SDK would go without an answer
             (503, "Server is shutting down"): self._bridge.closing,
         }
         for (status, fault), holds in faults.items():
@@ -1569,14 +1571,10 @@ class _Explorer:
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
         self._answer = functools.partial(JSONResponse, headers=headers)
-        prefix = self._options.explorer_prefix
-        self.routes = [
-            Route(f"{prefix}/", HTMLResponse(page, headers=headers), methods=["GET"]),
-            Route(f"{prefix}/server", self.server),
-            Route(f"{prefix}/tools", self.tools),
-            Route(f"{prefix}/tools/{{name}}", self.tool),
-            Route(f"{prefix}/tools/{{name}}/call", self.tool, methods=["POST"]),
-        ]
+        prefix, start = self._options.explorer_prefix, HTMLResponse(page, headers=headers)
+        shown: dict[str, Any] = {"/": start, "/server": self.server, "/tools": self.tools, "/tools/{name}": self.tool}
+        self.routes = [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
+        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", self.tool, methods=["POST"]))
 
     async def server(self, request: Request) -> Response:
         told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}

@@ -339,8 +339,8 @@ def test_a_request_whose_body_names_another_version_than_its_header_runs_nothing
     assert ran == []
 
 
-@pytest.mark.parametrize("method", ["tools/call", "resources/list"])
-def test_a_method_refuses_capabilities_that_are_none(endpoint: str, method: str) -> None:
+@pytest.mark.parametrize("method", ["tools/list", "tools/call", "resources/list"])
+def test_every_method_refuses_capabilities_that_are_none(endpoint: str, method: str) -> None:
     params = enveloped({"name": "units.convert", "arguments": MARATHON} if method == "tools/call" else {})
     params["_meta"][f"{META}clientCapabilities"] = {"elicitation": 5}
     with RawClient(command()) as stdio, httpx.Client(timeout=30) as http:

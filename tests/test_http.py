@@ -144,6 +144,15 @@ async def test_an_sse_stream_opens_for_get_alone(method: str) -> None:
         assert (response.status_code, "GET" in response.headers["allow"]) == (405, True)
 
 
+def test_a_stream_that_a_client_wants_to_resume_is_refused_and_a_new_one_is_not() -> None:
+    with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
+        _, session = handshake(client, f"{url}/mcp")
+        told = {"Last-Event-ID": 400, "X": 200}
+        for header, status in told.items():
+            with client.stream("GET", f"{url}/mcp", headers=session | {header: "7"}) as stream:
+                assert stream.status_code == status
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
 @pytest.mark.parametrize(("host", "reachable"), [("127.0.0.1", False), ("0.0.0.0", True)])
 def test_the_host_decides_on_which_interfaces_it_listens(host: str, reachable: bool) -> None:
