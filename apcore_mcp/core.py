@@ -77,7 +77,7 @@ from apcore.schema.openai_strict import SUPPORTED_FORMATS, UNSUPPORTED_KEYWORDS,
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
@@ -125,33 +125,29 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
 _ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# What references lead to or by, and other dialects; nothing is left of it when references are written out.
+# What references lead to or by, and names of dialects; nothing is left of it when references are written out.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
-_LEVELS_MAX = 100  # schemas inside each other; parsers of JSON stop at twice as many
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
 # What the metaschema of 2020-12 says of one schema; of those inside it only that they are some. It means the same to
 # pydantic, a hundred times faster than the metaschema itself.
 _Schema = dict[str, Any] | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
-_Count = Annotated[float, Field(ge=0, multiple_of=1)]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
 _Names = Annotated[list[str], _Distinct]
 _LEGAL: dict[str, Any] = {
+    **dict.fromkeys(_WITH_SCHEMAS, _Schema),
     "properties dependentSchemas $defs definitions": dict[str, _Schema],
     "patternProperties": dict[re.Pattern[str], _Schema],
     "anyOf oneOf allOf prefixItems": Annotated[list[_Schema], Field(min_length=1)],
-    "not if then else items unevaluatedItems contains propertyNames contentSchema": _Schema,
-    "additionalProperties unevaluatedProperties": _Schema,
     "type": _Type | Annotated[list[_Type], Field(min_length=1), _Distinct],
     "required": _Names,
     "dependentRequired": dict[str, _Names],
     "enum examples": list[Any],
     "minimum maximum exclusiveMinimum exclusiveMaximum": float,
-    "multipleOf": Annotated[float, Field(gt=0)],
-    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": _Count,
+    "multipleOf": PositiveFloat,
+    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": NonNegativeFloat,
     "uniqueItems deprecated readOnly writeOnly": bool,
     "pattern": re.Pattern[str],
     "$ref $comment title description format contentEncoding contentMediaType": str,
@@ -190,13 +186,6 @@ def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSch
             yield from (item for item in values if isinstance(item, dict))
 
 
-def _nodes(schema: JSONSchema) -> Iterator[JSONSchema]:
-    """`schema` and every schema inside it."""
-    yield schema
-    for inner in _branches(schema, _WITH_SCHEMAS):
-        yield from _nodes(inner)
-
-
 def _types(schema: JSONSchema) -> list[str]:
     return [types] if isinstance(types := schema.get("type", ()), str) else list(types)
 
@@ -218,45 +207,41 @@ class _SchemaConverter:
 
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
     is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
-    deep, a dynamic one, and a result of more than 50,000 nodes or 100 levels; with KeyError for a reference to nothing.
+    deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference to nothing.
     """
 
-    def __init__(self, schema: JSONSchema) -> None:
-        self._schema, self._nodes = schema, 0
+    _nodes = 0
 
-    def inline(self) -> JSONSchema:
-        """Return the schema without references and without definitions. Source: SRS FR-SCHEMA-002."""
-        resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(self._schema)).resolver()
-        return self._visit(self._schema, resolver, {id(self._schema): "#"}, 1)
+    def inline(self, schema: JSONSchema) -> JSONSchema:
+        """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
+        resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
+        return self._visit(schema, resolver, {id(schema): "#"})
 
-    def _visit(self, node: Any, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
+    def _visit(self, node: Any, resolver: Any, opened: dict[int, str]) -> JSONSchema:
         """Copy `node`. `opened` are the schemas that references led to, outermost first, and by which.
 
         `true` becomes `{}` and `false` `{"not": {}}`, as MCP wants objects.
         """
-        if isinstance(node, bool):
-            return {} if node else {"not": {}}
+        if isinstance(node, bool) or node.get("enum") == []:  # which is legal, but not to AJV
+            return {} if node is True else {"not": {}}
         self._nodes += 1
-        if self._nodes > _NODES_MAX or level > _LEVELS_MAX:
-            raise _Unconvertible(f"Written out, the schema has more than {_NODES_MAX} nodes or {_LEVELS_MAX} levels")
+        if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
+            limits = f"{_REF_DEPTH_MAX} references inside each other or {_NODES_MAX} nodes"
+            raise _Unconvertible(f"Maximum recursion depth exceeded: written out, the schema has more than {limits}")
         _NODE.validate_python(node, strict=True)
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
-        result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened, level + 1))
-        if result.get("enum") == []:  # legal, but not to AJV
-            return {"not": {}}
+        kept = {keyword: value for keyword, value in node.items() if keyword not in _FOR_REFERENCES}
+        result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened))
         if "$ref" not in result:
             return result
-        target = self._target(result.pop("$ref"), resolver, opened, level)
+        target = self._target(result.pop("$ref"), resolver, opened)
         if all(map(_is_annotation, result)):
             return {**target, **result}
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
 
-    def _target(self, ref: str, resolver: Any, opened: dict[int, str], level: int) -> JSONSchema:
-        if len(opened) > _REF_DEPTH_MAX:
-            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} nested references")
+    def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
         try:
             resolved = resolver.lookup(ref)
         except Unresolvable:
@@ -265,7 +250,7 @@ class _SchemaConverter:
         if id(target) in opened:
             steps = [*opened.values()][[*opened].index(id(target)) :]
             raise _Unconvertible(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
-        return self._visit(target, resolved.resolver, {**opened, id(target): ref}, level)
+        return self._visit(target, resolved.resolver, {**opened, id(target): ref})
 
 
 def _plain(value: Any) -> Any:
@@ -284,7 +269,7 @@ def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
     `{}` becomes `{"type": "object", "properties": {}}`; a union of objects gets `"type": "object"` beside it.
     ValueError or KeyError for a schema that cannot be converted, or whose root is not an object.
     """
-    schema = _SchemaConverter(descriptor.input_schema).inline() or {"properties": {}}
+    schema = _SchemaConverter().inline(descriptor.input_schema) or {"properties": {}}
     if not _admits_object(schema):
         raise ValueError(f"Input schema must describe an object, got type {schema.get('type')!r}")
     return {**schema, "type": "object"}
@@ -379,13 +364,13 @@ class _Tool:
         self.descriptor, self.module_id = descriptor, descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
         self.told = _AnnotationMapper(descriptor, options.policies())
+        if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
+            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
-        if returned := self._convert_output(options.redact_output):
-            definition["outputSchema"] = returned
+        definition |= self._convert_output(options.redact_output)
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
-        self._definition: dict[str, Any]
-        [[[[[[self._definition]]]]]] = _plain([[[[[[definition]]]]]])
+        self._definition: dict[str, Any] = _plain([[[[[[definition]]]]]])[0][0][0][0][0][0]
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.validator = Draft202012Validator(self.input_schema)
@@ -395,12 +380,11 @@ class _Tool:
         self.resource = {"uri": f"docs://{self.module_id}", **named, "mimeType": "text/plain"}
 
     def _convert_output(self, redact_output: bool) -> JSONSchema:
-        """What can be promised of results as they are sent, or `{}` (SRS FR-SCHEMA-005)."""
-        declared = self.descriptor.output_schema
+        """What can be promised of results as they are sent, as `outputSchema`, if anything (SRS FR-SCHEMA-005)."""
         try:
-            schema = _SchemaConverter(declared).inline()
+            schema = _SchemaConverter().inline(self.descriptor.output_schema)
         except _Unconvertible as error:
-            if redact_output and _marks_sensitive(declared):
+            if redact_output and _marks_sensitive(self.descriptor.output_schema):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             schema = {}
@@ -411,7 +395,7 @@ class _Tool:
             schema = {}
         self.media = _media(schema, redact_output)  # properties that are sent as files, with their media types
         promise = _promise(schema, redacted, self.media)
-        return {**promise, "type": "object"} if schema and _admits_object(promise) else {}
+        return {"outputSchema": {**promise, "type": "object"}} if schema and _admits_object(promise) else {}
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
@@ -434,11 +418,11 @@ def _is_blanked(view: JSONSchema) -> bool:
     return view.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(view, _NOT_FOLLOWED)))
 
 
-def _views(*schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and everything in them that may apply to the same value."""
+def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[JSONSchema]:
+    """`schemas` and everything in them that may apply to the same value, or whatever else stands `under` keywords."""
     for schema in schemas:
         yield schema
-        yield from _views(*_branches(schema, _BESIDE))
+        yield from _views(*_branches(schema, under), under=under)
 
 
 def _inside(views: Iterable[JSONSchema], step: str | int | None) -> Iterator[JSONSchema]:
@@ -980,7 +964,7 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
     if not flat or not isinstance(message, str):
         raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
     try:
-        _SchemaConverter(asked).inline()
+        _SchemaConverter().inline(asked)
         # The SDK's check of the fields wants a pydantic model.
         render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
     except (KeyError, TypeError) as error:
@@ -2074,25 +2058,32 @@ _STRICT_TELLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _to_function(tool: _Tool, *, embed_annotations: bool = False, strict: bool = False) -> dict[str, Any]:
-    """A tool as an OpenAI function definition, in strict mode with parameters that its API takes."""
-    description = tool.told.description + (tool.told.to_suffix() if embed_annotations else "")
-    function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
-    function["parameters"] = _to_strict(tool.input_schema) if strict else tool.input_schema
-    if strict:
-        function["strict"] = True
-        _warn_of_strict(tool.module_id, tool.input_schema, function["parameters"])
-    return {"type": "function", "function": function}
+class _OpenAIConverter:
+    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
 
+    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
+    """
 
-def _warn_of_strict(module_id: str, schema: JSONSchema, strict: JSONSchema) -> None:
-    """Log what strict mode takes away from a module, and what OpenAI refuses of the rest."""
-    told = detect_openai_strict_incompatibilities(strict)
-    told += ["additionalProperties" for node in _nodes(schema) if node.get("additionalProperties", False) is not False]
-    told += ["any type" for node in _nodes(strict) if not node.keys() & {"type", "enum", "const", "anyOf"}]
-    if told:
-        text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-        logger.warning(text, module_id, ", ".join(dict.fromkeys(told)))
+    def __init__(self, *, embed_annotations: bool = False, strict: bool = False) -> None:
+        self._embeds, self._strict = embed_annotations, strict
+
+    def convert(self, tool: _Tool) -> dict[str, Any]:
+        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
+        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
+        function["parameters"] = tool.input_schema
+        if self._strict:
+            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
+            self._warn(tool, function["parameters"])
+        return {"type": "function", "function": function}
+
+    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
+        refused = detect_openai_strict_incompatibilities(strict)
+        declared, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
+        refused += ["additionalProperties" for node in declared if node.get("additionalProperties", False) is not False]
+        refused += ["any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
+        if refused:
+            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
+            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(refused)))
 
 
 def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
@@ -2131,9 +2122,8 @@ def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     # The branch the model wrote for comes first: an open object would take anything, nulls included.
     branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
-    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
-    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
-    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
+    meant = [branch for branch in branches if _is_valid(_drop_nulls(value, branch), branch)][:1]
+    value = functools.reduce(_drop_nulls, [*meant, *schema.get("allOf", ())], value)
     if isinstance(value, list):
         return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
     if isinstance(value, dict):
@@ -2158,7 +2148,7 @@ def to_openai_tools(
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
     catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
-    return catalog.each(functools.partial(_to_function, embed_annotations=embed_annotations, strict=strict))
+    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
@@ -2198,8 +2188,7 @@ def from_openai_call(
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    offered = module_id in options.registry.list(prefix=module_id)
-    tool = _ToolCatalog(options).build(module_id) if offered else None
+    tool = _ToolCatalog(options).build(module_id) if module_id in options.registry.list(prefix=module_id) else None
     if tool is None:
         raise ValueError(f"to_openai_tools() offers no function {name!r}")
     return module_id, _drop_nulls(inputs, tool.input_schema)
@@ -2221,7 +2210,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     elif form == "mcp":
         exported = catalog.listing(portable=options.tool_names == "portable")
     else:
-        exported = catalog.each(functools.partial(_to_function, strict=form == "openai-strict"))
+        exported = catalog.each(_OpenAIConverter(strict=form == "openai-strict").convert)
     return json.dumps(exported, indent=2)
 
 
