@@ -870,10 +870,12 @@ class _ToolCatalog:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
         with _left_out(f"Module {module_id}"):
             module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
+            descriptor = self._registry.get_definition(module_id)
+            if module is not self._registry.get(module_id):  # what is said of it may be of its successor
+                return self.build(module_id)
             tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
-            if module is not None and all(tag in tags for tag in self._options.tags or ()):
-                # What is taken back or replaced meanwhile is noted as changed by then, and built anew at the next read.
-                return _Tool(cast(ModuleDescriptor, self._registry.get_definition(module_id)), self._options)
+            if descriptor is not None and all(tag in tags for tag in self._options.tags or ()):
+                return _Tool(descriptor, self._options)
         return None
 
     def _follow_files(self, look: dict[str, Any]) -> None:
