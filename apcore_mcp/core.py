@@ -1351,6 +1351,7 @@ class _Bridge:
         self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
+        self.sessions = contextlib.AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -1381,16 +1382,17 @@ class _Bridge:
         await self.finish()
 
     async def finish(self) -> None:
-        """End the streams that clients listen on, and wait for what is being answered; after 5 seconds, end it."""
+        """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
         loop = asyncio.get_running_loop()
         self.deadline = self.deadline or loop.time() + _SHUTDOWN_SECONDS
         self._listener.close()
-        for limit in (self.deadline, self.deadline + 0.5):  # the second, so that who asked is told
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.activity.join(), limit - loop.time())
-            self.router.stop()
-        for each in self.endless:
-            each.cancel()
+        async with self.sessions:
+            for limit in (self.deadline, self.deadline + 0.5):  # the second, so that who asked is told
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.activity.join(), limit - loop.time())
+                self.router.stop()
+            for each in self.endless:
+                each.cancel()
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -1560,7 +1562,9 @@ class _Explorer:
         prefix, start = self._options.explorer_prefix, HTMLResponse(page, headers=headers)
         shown: dict[str, Any] = {"/": start, "/server": self.server, "/tools": self.tools, "/tools/{name}": self.tool}
         self.routes = [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
-        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", self.tool, methods=["POST"]))
+        disabled = self._answer({"error": "Tool execution is disabled"}, 403)
+        call: Any = self.tool if self._options.allow_execute else disabled
+        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", call, methods=["POST"]))
 
     async def server(self, request: Request) -> Response:
         told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}
@@ -1573,13 +1577,10 @@ class _Explorer:
 
     async def tool(self, request: Request) -> Response:
         """All there is to know of a tool, or to a POST the result of its call."""
-        runs, name = request.method == "POST", request.path_params["name"]
-        if runs and not self._options.allow_execute:
-            return self._answer({"error": "Tool execution is disabled"}, 403)
-        tool = self._bridge.catalog.find(name)
+        tool = self._bridge.catalog.find(name := request.path_params["name"])
         if tool is None:
             return self._answer({"error": f"Tool {name!r} not found"}, 404)
-        if runs:
+        if request.method == "POST":
             return self._answer(*await self._call(tool, request))
         definition = tool.definition(portable=self._options.tool_names == "portable")
         return self._answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
@@ -1637,9 +1638,8 @@ async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receiv
             await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
 
-@contextlib.asynccontextmanager
-async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
-    """The app of one bridge: `/mcp`, or `/sse` and `/messages/`. Leaving the context closes every session."""
+async def _http_app(bridge: _Bridge) -> Starlette:
+    """The app of one bridge: `/mcp`, or `/sse` and `/messages/`."""
     from mcp.server.sse import SseServerTransport
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
     from mcp.server.transport_security import RequestBodyLimitMiddleware
@@ -1659,12 +1659,10 @@ async def _http_app(bridge: _Bridge) -> AsyncIterator[Starlette]:
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
     middleware = [bounded, Middleware(cast(Any, _Guard), bridge=bridge), *(options.middleware or ())]
-    running = sessions.run()
-    await running.__aenter__()
-    try:
-        yield Starlette(routes=routes, middleware=middleware)
-    finally:
-        await running.__aexit__(None, None, None)  # not told of an error, which its task group would wrap
+    await bridge.sessions.enter_async_context(sessions.run())
+    app = Starlette(routes=routes, middleware=middleware)
+    app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
+    return app
 
 
 @contextlib.asynccontextmanager
@@ -1676,23 +1674,19 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     listener = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    async with contextlib.AsyncExitStack() as sessions:
-        app = await sessions.enter_async_context(_http_app(bridge))
-        app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
-        http = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
-        # Or it would take over the signals and raise them again at the end.
-        cast(Any, http).capture_signals = contextlib.nullcontext
-        serving = asyncio.create_task(http.serve([listener]))
-        try:
-            yield serving
-        finally:
-            http.should_exit = True
-            await sessions.aclose()  # ends the streams that clients keep open, or the server would wait for them
-            # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-            for seconds in (bridge.deadline - loop.time(), 2):
-                await asyncio.wait({serving}, timeout=seconds)
-                for connection in [*http.server_state.connections]:
-                    connection.transport.abort()
+    http = uvicorn.Server(uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False))
+    # Or it would take over the signals and raise them again at the end.
+    cast(Any, http).capture_signals = contextlib.nullcontext
+    serving = asyncio.create_task(http.serve([listener]))
+    try:
+        yield serving
+    finally:
+        http.should_exit = True
+        # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
+        for seconds in (bridge.deadline - loop.time(), 2):
+            await asyncio.wait({serving}, timeout=seconds)
+            for connection in [*http.server_state.connections]:
+                connection.transport.abort()
 
 
 # ---- stdio: pipes, and who owns the standard streams ----
@@ -2417,8 +2411,8 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     """
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
-    async with _Bridge(options) as bridge, _http_app(bridge) as app, _announced(bridge):
-        yield app
+    async with _Bridge(options) as bridge, _announced(bridge):
+        yield await _http_app(bridge)
 
 
 class MCPServer:

@@ -500,9 +500,13 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
         assert (await client.post(doors[-1][1], **too_long)).status_code == 413
 
 
-def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
-    with pytest.raises(TypeError, match="secret"), serving(registry_of(), middleware=[Middleware(Doorman, asked=[])]):
+async def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
+    middleware = [Middleware(Doorman, asked=[])]
+    with pytest.raises(TypeError, match="secret"), serving(registry_of(), middleware=middleware):
         pass
+    with pytest.raises(TypeError, match="secret"):
+        async with async_serve(registry_of(), middleware=middleware):
+            pass
 
 
 # ---- What is too much, and what is nothing ----
