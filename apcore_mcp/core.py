@@ -136,6 +136,7 @@ _Schema = dict[str, Any] | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
 _Names = Annotated[list[str], _Distinct]
+_Count = Annotated[NonNegativeFloat, Field(multiple_of=1)]
 _LEGAL: dict[str, Any] = {
     **dict.fromkeys(_WITH_SCHEMAS, _Schema),
     "properties dependentSchemas $defs definitions": dict[str, _Schema],
@@ -147,7 +148,7 @@ _LEGAL: dict[str, Any] = {
     "enum examples": list[Any],
     "minimum maximum exclusiveMinimum exclusiveMaximum": float,
     "multipleOf": PositiveFloat,
-    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": NonNegativeFloat,
+    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": _Count,
     "uniqueItems deprecated readOnly writeOnly": bool,
     "pattern": re.Pattern[str],
     "$ref $comment title description format contentEncoding contentMediaType": str,

@@ -247,7 +247,7 @@ def test_every_type_and_keyword_is_kept() -> None:
 
 # What no validator can work with, apcore's included: it comes from other dialects, other worlds and slips.
 ILLEGAL: list[dict[str, Any]] = [
-    {"minLength": "x"}, {"minLength": -1}, {"minimum": None}, {"multipleOf": 0}, {"enum": "x"},
+    {"minLength": "x"}, {"minLength": -1}, {"minLength": 1.5}, {"minimum": None}, {"multipleOf": 0}, {"enum": "x"},
     {"required": [1]}, {"required": ["a", "a"]}, {"required": True}, {"exclusiveMinimum": True}, {"type": []},
     {"items": [INTEGER, STRING]}, {"prefixItems": INTEGER}, {"prefixItems": []}, {"anyOf": []}, {"allOf": [None]},
     {"anyOf": {"type": "string"}}, {"not": "x"}, {"additionalProperties": "no"}, {"dependentRequired": {"a": "b"}},
