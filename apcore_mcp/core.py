@@ -59,7 +59,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from annotated_types import Predicate
 from apcore import Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, SchemaValidationError
@@ -1744,18 +1744,17 @@ def _flush_stdout() -> None:
         ctypes.CDLL(None).fflush(None)
 
 
-def _as_pipes(read_fd: int, write_fd: int, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+def _as_pipes(wire: tuple[int, int], stack: contextlib.ExitStack) -> tuple[Any, Any]:
     """Both directions as files that the event loop can wait for; until `stack` ends.
 
     These are sockets in the place of what it cannot wait for: a terminal, a file, Windows' pipes. Threads copy then.
     """
-    modes = [os.fstat(fd).st_mode for fd in (read_fd, write_fd)]
-    pipes = all(stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) for mode in modes)
+    pipes = all(stat.S_IFMT(os.fstat(fd).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK) for fd in wire)
     # Of one socket for both, asyncio's pipe transports would take the input for the end of the output.
-    if sys.platform != "win32" and pipes and not os.path.sameopenfile(read_fd, write_fd):
-        for fd in (read_fd, write_fd):
+    if sys.platform != "win32" and pipes and not os.path.sameopenfile(*wire):
+        for fd in wire:
             stack.callback(os.set_blocking, fd, True)  # as it was found
-        return os.fdopen(os.dup(read_fd), "rb", 0), os.fdopen(os.dup(write_fd), "wb", 0)
+        return os.fdopen(os.dup(wire[0]), "rb", 0), os.fdopen(os.dup(wire[1]), "wb", 0)
 
     def copy(source: Any, sink: Any) -> None:
         with contextlib.suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
@@ -1765,8 +1764,8 @@ def _as_pipes(read_fd: int, write_fd: int, stack: contextlib.ExitStack) -> tuple
 
     (incoming, filled), (outgoing, drained) = socket.socketpair(), socket.socketpair()
     with filled, drained:  # open until these files are closed
-        inwards = os.fdopen(os.dup(read_fd), "rb", 0), filled.makefile("wb")
-        outwards = drained.makefile("rb", 0), os.fdopen(os.dup(write_fd), "wb")
+        inwards = os.fdopen(os.dup(wire[0]), "rb", 0), filled.makefile("wb")
+        outwards = drained.makefile("rb", 0), os.fdopen(os.dup(wire[1]), "wb")
     threads = [threading.Thread(target=copy, args=files, daemon=True) for files in (inwards, outwards)]
     for thread in threads:
         thread.start()
@@ -1801,7 +1800,8 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         settling = ServerMessageMetadata(on_request_unanswered=self._settle)
         while not self._reader.at_eof():
             line = b"one that is too long"
-            await self._drain()
+            async with self._writing:
+                pass
             try:
                 line = await self._reader.readline()
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
@@ -1828,8 +1828,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 raise BrokenResourceError  # there will be no answer
             self._asked.append(message.id)
         try:
-            async with self._writing:  # one at a time, or all would be written out in memory while nobody reads
-                await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
+            await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
         finally:
             if isinstance(message, JSONRPCResponse | JSONRPCError):
                 await self._settle()
@@ -1838,13 +1837,11 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         self._bridge.activity.__exit__()
 
     async def _write(self, line: str) -> None:
-        self._writer.write(line.encode() + b"\n")
-        await self._drain()
-
-    async def _drain(self) -> None:
-        """Wait until the client has read most of what was written, or has gone."""
-        with contextlib.suppress(OSError):
-            await self._writer.drain()
+        """One at a time, and each until the client has read most of what was written, or has gone."""
+        async with self._writing:
+            self._writer.write(line.encode() + b"\n")
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
 
     async def _refuse(self, line: bytes) -> None:
         """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
@@ -1869,7 +1866,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
     with _standard_streams() as wire, contextlib.ExitStack() as stack:
-        source, sink = _as_pipes(*wire, stack)
+        source, sink = _as_pipes(wire, stack)
         incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
         nothing = asyncio.StreamReader()
         outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(nothing), sink)
@@ -2277,6 +2274,8 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
 
     options, count = bridge.options, len(bridge.catalog.tools)
     where = f", at {options.url}" if ended is not None and options.transport != "stdio" else ""
+    if where and options.explorer:
+        where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     if options.transport == "sse":
@@ -2291,10 +2290,9 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
     finally:
         try:
             await _call_back(None if starting.cancelled_caught else options.on_shutdown)
-        except Exception:  # the server ends all the same, and in order
-            logger.exception("on_shutdown failed")
-        bridge.closing = True
-        await bridge.finish()
+        finally:  # whatever that raises, the server ends in order
+            bridge.closing = True
+            await bridge.finish()
 
 
 async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
@@ -2325,15 +2323,14 @@ class _ModuleThreads(ThreadPoolExecutor):
         future, context = Future[T](), contextvars.copy_context()
 
         def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
-                    token.check()
-                future.set_result(context.run(fn, *args, **kwargs))
-            except BaseException as error:  # SystemExit included: the module's, not this thread's
-                # A future would never end with StopIteration.
-                future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
+                        token.check()
+                    future.set_result(context.run(fn, *args, **kwargs))
+                except BaseException as error:  # SystemExit included: the module's, not this thread's
+                    # A future would never end with StopIteration.
+                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._unstarted:
@@ -2353,7 +2350,10 @@ class _ModuleThreads(ThreadPoolExecutor):
 
 
 def _block(options: _Options, stop: Future[None], started: Future[None]) -> None:
-    """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread."""
+    """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread.
+
+    What keeps it from starting is the outcome of `started`; what ends it later is raised.
+    """
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_ModuleThreads())
     loop.set_exception_handler(_log_quietly)
@@ -2364,6 +2364,10 @@ def _block(options: _Options, stop: Future[None], started: Future[None]) -> None
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_until_complete(life)
         life.result()
+    except BaseException as error:
+        if started.done():
+            raise
+        started.set_exception(error)
     finally:
         # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
         stop.cancel()
@@ -2383,22 +2387,19 @@ def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     logger.error("%s: %s\n%s", context["message"], type(error).__name__, trace)
 
 
-def _door(options: Callable[P, _Options]) -> Callable[[Callable[[_Options], T]], Callable[P, T]]:
+def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Callable[P, T]:
     """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
 
-    def decorate(enter: Callable[[_Options], T]) -> Callable[P, T]:
-        @functools.wraps(enter)
-        def door(*args: P.args, **kwargs: P.kwargs) -> T:
-            return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
+    @functools.wraps(enter)
+    def door(*args: P.args, **kwargs: P.kwargs) -> T:
+        return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
 
-        returns = inspect.signature(enter).return_annotation
-        cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
-        return door
-
-    return decorate
+    returns = inspect.signature(enter).return_annotation
+    cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
+    return door
 
 
-@_door(_Options)
+@functools.partial(_door, _Options)
 @contextlib.asynccontextmanager
 async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     """Serve from inside an asyncio program: an async context manager that yields a Starlette app, already working.
@@ -2434,25 +2435,16 @@ class MCPServer:
 
         Raises what keeps it from starting, as `serve()` would: OSError for a port in use, what `on_startup` raised.
         """
-        if threading.current_thread() is self._thread:  # `on_startup` and modules need not wait for their own server
+        if threading.current_thread() is self._thread:  # `on_startup` need not wait for its own server
             return
         with self._lock:
-            if not self._stop.cancelled():
-                return
-            self.wait()
-            started, self._stop = Future[None](), Future[None]()
-            self._thread = threading.Thread(target=self._live, args=(started,), name="apcore-mcp", daemon=True)
-            self._thread.start()
-            started.result()
-
-    def _live(self, started: Future[None]) -> None:
-        try:
-            _block(self._options, self._stop, started)
-        except BaseException as error:  # whatever it is, it belongs to the thread that called start()
-            if started.done():
-                logger.exception("Server ended with an error")
-            else:
-                started.set_exception(error)
+            if self._stop.cancelled():
+                self.wait()
+                self._stop, self._started = ends = Future[None](), Future[None]()
+                life = (self._options, *ends)
+                self._thread = threading.Thread(target=_block, args=life, name="apcore-mcp", daemon=True)
+                self._thread.start()
+        self._started.result()
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given 5 seconds."""
@@ -2464,7 +2456,7 @@ class MCPServer:
             self._thread.join()
 
 
-@_door(_Options)
+@functools.partial(_door, _Options)
 def serve(options: _Options) -> None:
     """Serve every module of a Registry (or of an Executor's) as an MCP tool, until the server is told to end.
 
@@ -2482,12 +2474,9 @@ def serve(options: _Options) -> None:
     use. RuntimeError inside a running event loop: there, use `async_serve()`. `apcore-mcp --help` describes each
     option. Source: SRS FR-SERVER-001 to -011.
     """
-    loop = None
-    with contextlib.suppress(RuntimeError):
-        loop = asyncio.get_running_loop()
-    if loop is not None:
+    if asyncio.events._get_running_loop() is not None:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    stop = Future[None]()
+    stop, started = Future[None](), Future[None]()
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process as if nobody had asked
@@ -2497,4 +2486,5 @@ def serve(options: _Options) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 stack.callback(signal.signal, number, signal.signal(number, handle))
-        _block(options, stop, Future())
+        _block(options, stop, started)
+    started.result()
