@@ -122,7 +122,9 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
-_ANNOTATION_KEYWORDS = frozenset("title description default examples deprecated readOnly writeOnly $comment".split())
+# What constrains a value, to apcore or to clients of another mind; any other keyword describes it.
+_LOOSE = "then else minContains maxContains dependencies additionalItems nullable $async".split()
+_CONSTRAINTS = frozenset([*Draft202012Validator.VALIDATORS, *_LOOSE])
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
 # What references lead to or by, and names of dialects; nothing is left of it when references are written out.
@@ -167,16 +169,12 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[Any, str, Any], JSONSc
     def one(item: Any, keyword: str, step: str | int | None = None) -> Any:
         if isinstance(item, list):
             return [one(each, keyword, index) for index, each in enumerate(item)]
+        if keyword in _SCHEMA_MAPS and step is None:
+            return {name: one(each, keyword, name) for name, each in item.items()}
         is_schema = isinstance(item, dict) or (isinstance(item, bool) and keyword not in _OTHER_PROPERTIES)
         return change(item, keyword, step) if is_schema else item
 
-    result = dict(schema)
-    for keyword in schema.keys() & _WITH_SCHEMAS:
-        if keyword in _SCHEMA_MAPS:
-            result[keyword] = {name: one(item, keyword, name) for name, item in schema[keyword].items()}
-        else:
-            result[keyword] = one(schema[keyword], keyword)
-    return result
+    return {key: one(value, key) if key in _WITH_SCHEMAS else value for key, value in schema.items()}
 
 
 def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSchema]:
@@ -189,14 +187,6 @@ def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSch
 
 def _types(schema: JSONSchema) -> list[str]:
     return [types] if isinstance(types := schema.get("type", ()), str) else list(types)
-
-
-def _last_step(ref: str) -> str:
-    return unquote(ref).rsplit("/", 1)[-1]
-
-
-def _is_annotation(keyword: str) -> bool:
-    return keyword in _ANNOTATION_KEYWORDS or keyword.startswith("x-")
 
 
 class _Unconvertible(ValueError):
@@ -227,8 +217,7 @@ class _SchemaConverter:
             return {} if node is True else {"not": {}}
         self._nodes += 1
         if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
-            limits = f"{_REF_DEPTH_MAX} references inside each other or {_NODES_MAX} nodes"
-            raise _Unconvertible(f"Maximum recursion depth exceeded: written out, the schema has more than {limits}")
+            raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
         _NODE.validate_python(node, strict=True)
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
@@ -237,21 +226,22 @@ class _SchemaConverter:
         if "$ref" not in result:
             return result
         target = self._target(result.pop("$ref"), resolver, opened)
-        if all(map(_is_annotation, result)):
+        if not result.keys() & _CONSTRAINTS:
             return {**target, **result}
         # `allOf` is what a reference beside constraints means; merging would let one constraint replace another.
         return {**result, "allOf": [target, *result.get("allOf", ())]}
 
     def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
+        name = unquote(ref).rsplit("/", 1)[-1]
         try:
             resolved = resolver.lookup(ref)
         except Unresolvable:
-            raise KeyError(_last_step(ref)) from None
+            raise KeyError(name) from None
         target = resolved.contents
         if id(target) in opened:
-            steps = [*opened.values()][[*opened].index(id(target)) :]
-            raise _Unconvertible(f"Circular reference: {' -> '.join(map(_last_step, [*steps, ref]))}")
-        return self._visit(target, resolved.resolver, {**opened, id(target): ref})
+            circle = [*opened.values(), name][[*opened].index(id(target)) :]
+            raise _Unconvertible(f"Circular reference: {' -> '.join(circle)}")
+        return self._visit(target, resolved.resolver, {**opened, id(target): name})
 
 
 def _plain(value: Any) -> Any:
@@ -317,8 +307,8 @@ class _AnnotationMapper:
     def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
         self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
         asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
-        needed = any(asked or [declared.requires_approval])
-        self.annotations = dataclasses.replace(declared, requires_approval=needed)
+        self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
+        self.title = {"title": descriptor.name} if descriptor.name else {}
         self.description = descriptor.description
         if told := descriptor.metadata.get("x-deprecation"):
             facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
@@ -327,12 +317,11 @@ class _AnnotationMapper:
 
     def to_mcp(self) -> dict[str, Any]:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
-        descriptor, title = self._descriptor, {"title": self._descriptor.name} if self._descriptor.name else {}
         # To apcore anything is true or false, to clients only those two are.
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
         meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
-        meta |= {"apcore/version": descriptor.version, "apcore/tags": descriptor.tags}
-        return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
+        meta |= {"apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
+        return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
         r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
@@ -377,8 +366,8 @@ class _Tool:
         self.validator = Draft202012Validator(self.input_schema)
         self.output_validator = Draft202012Validator(self.output_schema)
         # The documentation as MCP's `resources/list` sends it.
-        named = {key: value for key, value in self._definition.items() if key in ("name", "title")}
-        self.resource = {"uri": f"docs://{self.module_id}", **named, "mimeType": "text/plain"}
+        uri = f"docs://{self.module_id}"
+        self.resource = {"uri": uri, "name": self.module_id, **self.told.title, "mimeType": "text/plain"}
 
     def _convert_output(self, redact_output: bool) -> JSONSchema:
         """What can be promised of results as they are sent, as `outputSchema`, if anything (SRS FR-SCHEMA-005)."""
@@ -475,7 +464,7 @@ def _media(schema: JSONSchema, redact_output: bool) -> dict[str, str]:
 # addresses in Unicode); 1.13 is no multiple of 0.01 where floats are not allowed for.
 _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
-    " exclusiveMinimum exclusiveMaximum minLength maxLength minItems maxItems contentEncoding contentMediaType".split()
+    " exclusiveMinimum exclusiveMaximum minLength maxLength minItems maxItems".split()
 )
 _CLOSING = {"patternProperties": "additionalProperties", "prefixItems": "items"}  # speaks of what the other leaves
 
@@ -491,14 +480,13 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
             return _promise(inner, views, gone)
         return _promise(inner, [*_views(*_inside(views, step))])
 
-    promised = _PROMISED - {closed for keyword, closed in _CLOSING.items() if keyword in schema}
-    said = {key: value for key, value in schema.items() if key in promised or _is_annotation(key)}
+    unsaid = _CONSTRAINTS - _PROMISED | {closed for keyword, closed in _CLOSING.items() if keyword in schema}
+    # Of several variants more than one may hold where less is said of each.
+    said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
     if gone:
         said["properties"] = {name: field for name, field in schema.get("properties", {}).items() if name not in gone}
         said["required"] = [name for name in schema.get("required", ()) if name not in gone]
     result = _map_subschemas(said, inside)
-    if "oneOf" in result:  # of which two may hold where less is said of each
-        result.setdefault("anyOf", result.pop("oneOf"))
     return {"anyOf": [result, {"const": REDACTED_VALUE}]} if any(map(_is_blanked, views)) else result
 
 
@@ -738,17 +726,15 @@ def _fenced(value: Any) -> str:
 
 
 def _fields(schema: JSONSchema) -> str:
-    """A schema as a table of its properties and as JSON."""
+    """A schema as a table of the properties that it names, and as JSON."""
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
     for name, field in schema.get("properties", {}).items():
-        types = dict.fromkeys(each for view in (field, *_branches(field, ("anyOf", "oneOf"))) for each in _types(view))
-        kinds, needed = " or ".join(types) or "any", "Yes" if name in schema.get("required", ()) else "No"
+        kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
+        needed = "Yes" if name in schema.get("required", ()) else "No"
         sample = "".join(f"`{_to_text(each)}`" for each in _samples(field))
         cells = (f"`{name}`", kinds, needed, field.get("description", ""), sample)
         rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
-    closed = schema.get("additionalProperties", "properties" not in schema) is False
-    table = rows if len(rows) > 2 else ["None." if closed else "Any: the schema says what is known of them."]
-    return "\n".join([*table, "", _fenced(schema)])
+    return "\n".join([*rows, "", _fenced(schema)])
 
 
 def _document(tool: _Tool) -> str:
@@ -2042,7 +2028,7 @@ def _validators() -> dict[str, TypeAdapter[Any]]:
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-# Whatever constrains a value, and the one annotation that a model is to read.
+# What constrains a value, and the one description that a model is to read.
 _STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
 # What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
 _STRICT_TELLS: dict[str, Callable[[Any], object]] = {
@@ -2071,13 +2057,13 @@ class _OpenAIConverter:
         return {"type": "function", "function": function}
 
     def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
-        refused = detect_openai_strict_incompatibilities(strict)
-        declared, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
-        refused += ["additionalProperties" for node in declared if node.get("additionalProperties", False) is not False]
-        refused += ["any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
-        if refused:
+        found = detect_openai_strict_incompatibilities(strict)
+        own, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
+        found += ["additionalProperties: true" for node in own if node.get("additionalProperties", False) is not False]
+        found += ["a value of any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
+        if found:
             text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(refused)))
+            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
 
 
 def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
@@ -2088,13 +2074,12 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
     `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
     """
     told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and _STRICT_TELLS[key](value)}
-    kept = {key: value for key, value in schema.items() if key in _STRICT_KEEPS and key not in told}
+    renamed = {} if "anyOf" in schema else {"oneOf": "anyOf"}
+    kept = {renamed.get(key, key): schema[key] for key in schema if key in _STRICT_KEEPS and key not in told}
     strict = _map_subschemas(kept, _to_strict)
     if told:
         words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
         strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
-    if "oneOf" in strict and "anyOf" not in strict:
-        strict["anyOf"] = strict.pop("oneOf")
     if "properties" in schema or "object" in _types(schema):
         required, properties = schema.get("required", ()), strict.get("properties", {})
         strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
@@ -2142,6 +2127,8 @@ def to_openai_tools(
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
     catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
+    if hyphened := [module_id for module_id in catalog.tools if "-" in module_id]:
+        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {hyphened}")
     return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
 
 

@@ -7,6 +7,7 @@ Demanded by SRS FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-0
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import re
@@ -212,6 +213,28 @@ def test_dots_become_hyphens_and_come_back(module_id: str, name: str) -> None:
     assert names_of(to_openai_tools(registry_of({module_id: echo}))) == [name]
     assert from_openai_name(name) == module_id
     assert from_openai_name(name, registry_of({})) == module_id
+
+
+class Hyphened(Registry):
+    """A registry that takes an id which apcore's own refuses."""
+
+    def list(self, *_: Any, **__: Any) -> list[str]:
+        return ["my-module.a"]
+
+    def get(self, module_id: str, version_hint: str | None = None) -> Any:
+        return super().get(module_id.replace("-", "_"), version_hint)
+
+    def get_definition(self, module_id: str, version_hint: str | None = None) -> Any:
+        definition: Any = super().get_definition(module_id.replace("-", "_"), version_hint)
+        return dataclasses.replace(definition, module_id=module_id)
+
+
+def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
+    """FR-OPENAI-002: nobody could tell what it stands for when it comes back."""
+    registry = Hyphened()
+    registry.register("my_module.a", FunctionalModule(echo))
+    with pytest.raises(ValueError, match=r"hyphens.*my-module\.a"):
+        to_openai_tools(registry)
 
 
 async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> None:
