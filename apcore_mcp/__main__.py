@@ -19,6 +19,8 @@ from apcore import Registry
 
 from .core import _EXPORTS, _discover, _export, _Options, _standard_streams, serve
 
+_BY_TYPE: dict[type, dict[str, Any]] = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}}
+
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """The flags of the command line alone, and these with one flag for each option of `serve()`, from the option."""
@@ -33,11 +35,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
     for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
-        flag: dict[str, Any] = dict(option.metadata)
-        if isinstance(option.default, bool):
-            flag["action"] = "store_true" if not option.default else argparse.BooleanOptionalAction
-        elif isinstance(option.default, int):
-            flag["type"] = int
+        flag = {**option.metadata, **_BY_TYPE.get(type(option.default), {})}
         parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **flag)
     parser.set_defaults(log_level="INFO")
     return own, parser
@@ -45,14 +43,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def _check(options: dict[str, Any]) -> None:
     """ValueError for what cannot be served, in the words of SRS FR-CLI-002, -004 and -005."""
-    path, name = options["extensions_dir"], options["name"]
+    path = options["extensions_dir"]
     refusals = {
-        "extensions directory must not be empty": not path,  # it would be the working directory, whatever is in it
         f"extensions directory does not exist: {path}": not os.path.exists(path),
         f"extensions path is not a directory: {path}": not os.path.isdir(path),
         "port must be between 1 and 65535": not 1 <= options["port"] <= 65535,
-        "server name must not be empty": not name,
-        "server name must not exceed 255 characters": len(name) > 255,
+        "server name must not be empty": not options["name"],
     }
     for refusal in (refusal for refusal, holds in refusals.items() if holds):
         raise ValueError(refusal)

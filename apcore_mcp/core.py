@@ -1368,9 +1368,9 @@ class _Bridge:
         self.catalog.close()
         await self.finish()
 
-    async def finish(self) -> None:
+    async def finish(self, *, closing: bool = True) -> None:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
-        loop = asyncio.get_running_loop()
+        loop, self.closing = asyncio.get_running_loop(), closing
         self.deadline = self.deadline or loop.time() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
@@ -1802,16 +1802,15 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         gone = ErrorData(code=-32000, message="Connection closed")
         for request_id in self._asked:  # nobody is left to answer; of what has been answered, this is let pass
             yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=request_id, error=gone))
-        await self._bridge.finish()
+        await self._bridge.finish(closing=False)  # what has been read is still begun
 
     async def send(self, item: SessionMessage) -> None:
-        from anyio import BrokenResourceError
         from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 
         message = item.message
         if isinstance(message, JSONRPCRequest):
             if self._reader.at_eof():
-                raise BrokenResourceError  # there will be no answer
+                raise _protocol_error(-32000, "Connection closed")  # there will be no answer
             self._asked.append(message.id)
         try:
             await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
@@ -2199,11 +2198,10 @@ def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
     """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
     if options.transport != "stdio":
         return {"type": options.transport.removeprefix("streamable-"), "url": options.url}
-    package = _Options.__module__.rpartition(".")[0]
-    entry: dict[str, Any] = {"command": os.path.abspath(sys.executable), "args": ["-m", package, *arguments]}
+    entry: dict[str, Any] = {"command": os.path.abspath(sys.executable), "args": ["-m", __package__, *arguments]}
     # Python finds a vendored copy by the working directory or the script's (the first of its path), or by this shell's
     # environment: the client has none of these.
-    home = str(Path(os.path.abspath(__file__)).parents[package.count(".") + 1])
+    home = str(Path(os.path.abspath(__file__)).parents[__name__.count(".")])
     if home not in {*sys.path[1:]}.difference(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         entry["env"] = {"PYTHONPATH": home}
     return entry
@@ -2272,14 +2270,10 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
         if ended is not None:
             ended.add_done_callback(lambda _: starting.cancel())
         await _call_back(options.on_startup)
-    try:
+    async with contextlib.AsyncExitStack() as ending:  # in order, whatever `on_shutdown` raises
+        ending.push_async_callback(bridge.finish)
+        ending.push_async_callback(_call_back, None if starting.cancelled_caught else options.on_shutdown)
         yield
-    finally:
-        try:
-            await _call_back(None if starting.cancelled_caught else options.on_shutdown)
-        finally:  # whatever that raises, the server ends in order
-            bridge.closing = True
-            await bridge.finish()
 
 
 async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
@@ -2381,8 +2375,7 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
     def door(*args: P.args, **kwargs: P.kwargs) -> T:
         return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
 
-    returns = inspect.signature(enter).return_annotation
-    cast(Any, door).__signature__ = inspect.signature(options).replace(return_annotation=returns)
+    vars(door)["__signature__"] = inspect.signature(options).replace(return_annotation=enter.__annotations__["return"])
     return door
 
 

@@ -93,13 +93,13 @@ def exported_names(output: str) -> list[str]:
         pytest.param(
             ["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no", id="no-directory"
         ),
-        pytest.param(["--extensions-dir", ""], "extensions directory must not be empty", id="directory-without-a-name"),
+        pytest.param(["--extensions-dir", ""], "extensions directory does not exist: ", id="directory-without-a-name"),
         pytest.param(["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f", id="a-file"),
         pytest.param(["--port", "0"], "port must be between 1 and 65535", id="port-0"),
         pytest.param(["--port", "70000"], "port must be between 1 and 65535", id="port-70000"),
         pytest.param(["--port", "-1"], "port must be between 1 and 65535", id="port-negative"),
         pytest.param(["--name", ""], "server name must not be empty", id="no-name"),
-        pytest.param(["--name", "n" * 256], "server name must not exceed 255 characters", id="long-name"),
+        pytest.param(["--name", "n" * 256], "name must not exceed 255 characters", id="long-name"),
         pytest.param(["--version", ""], "version must not be empty", id="no-version"),
         pytest.param(["--instructions", ""], "instructions must not be empty", id="no-instructions"),
         pytest.param(["--host", ""], "Host must not be empty", id="no-host"),
