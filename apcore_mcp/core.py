@@ -1510,7 +1510,7 @@ class _Guard:
 
         headers, options = Headers(scope=scope), self._options
         host, origins = headers.get("host", "").lower(), {origin.lower() for origin in headers.getlist("origin")}
-        by_page = origins or (options.explorer and options.explorer_prefix in scope["path"])
+        by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
         is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
         faults = {
             (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),

@@ -465,6 +465,14 @@ async def test_no_mount_point_hides_the_explorer_from_the_check_of_its_host(root
             assert (await client.get(path, headers={"Host": host})).status_code == status
 
 
+async def test_only_what_is_under_its_prefix_is_the_explorers() -> None:
+    async with asgi_client(registry_of(), host="0.0.0.0", explorer=True, explorer_prefix="/h") as client:
+        told = {
+            path: (await client.get(path, headers={"Host": "any.example"})).status_code for path in ("/health", "/h/")
+        }
+    assert told == {"/health": 200, "/h/": 421}
+
+
 # ---- Middleware of the user's ----
 
 
