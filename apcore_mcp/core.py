@@ -1370,13 +1370,13 @@ class _Bridge:
 
     async def finish(self, *, closing: bool = True) -> None:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
-        loop, self.closing = asyncio.get_running_loop(), closing
-        self.deadline = self.deadline or loop.time() + _SHUTDOWN_SECONDS
+        self.closing = closing
+        self.deadline = self.deadline or time.monotonic() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
             for limit in (self.deadline, self.deadline + 0.5):  # the second, so that who asked is told
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.activity.join(), limit - loop.time())
+                    await asyncio.wait_for(self.activity.join(), limit - time.monotonic())
                 self.router.stop()
             for each in self.endless:
                 each.cancel()
@@ -1550,8 +1550,8 @@ class _Explorer:
         shown: dict[str, Any] = {"/": start, "/server": self.server, "/tools": self.tools, "/tools/{name}": self.tool}
         self.routes = [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
         disabled = self._answer({"error": "Tool execution is disabled"}, 403)
-        call: Any = self.tool if self._options.allow_execute else disabled
-        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", call, methods=["POST"]))
+        run: Any = self.tool if self._options.allow_execute else disabled
+        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", run, methods=["POST"]))
 
     async def server(self, request: Request) -> Response:
         told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}
@@ -1657,8 +1657,8 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
 
-    loop, address = asyncio.get_running_loop(), (bridge.options.host, bridge.options.port)
-    listener = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    host, port = bridge.options.host, bridge.options.port
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     http = uvicorn.Server(uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False))
@@ -1670,7 +1670,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         http.should_exit = True
         # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-        for seconds in (bridge.deadline - loop.time(), 2):
+        for seconds in (bridge.deadline - time.monotonic(), 2):
             await asyncio.wait({serving}, timeout=seconds)
             for connection in [*http.server_state.connections]:
                 connection.transport.abort()
