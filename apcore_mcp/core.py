@@ -1415,8 +1415,7 @@ class _Bridge:
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
         """Those, or the templates, of which there are none: the SDK leaves out what is not of the method's result."""
-        resources = [tool.resource for tool in self._documented().values()]
-        return {"resources": resources, "resourceTemplates": [], **_FRESH}
+        return {"resources": [tool.resource for tool in self._documented().values()], "resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
         tool = self._documented().get(params.uri)
