@@ -27,12 +27,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
     own.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
-    parser = argparse.ArgumentParser(
-        prog="apcore-mcp",
-        description="Serve every apcore module below a directory as an MCP tool.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        parents=[own],
-    )
+    parser = argparse.ArgumentParser("apcore-mcp", parents=[own], description="Serve apcore modules as MCP tools.")
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
     for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
         flag = {**option.metadata, **_BY_TYPE.get(type(option.default), {})}

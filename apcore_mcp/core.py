@@ -2338,6 +2338,7 @@ def _block(options: _Options, stop: Future[None], started: Future[None]) -> None
     loop.set_default_executor(_ModuleThreads())
     loop.set_exception_handler(_log_quietly)
     life = loop.create_task(_run(options, stop, started))
+    life.add_done_callback(lambda _: stop.cancel())  # before anybody is told how it went: it may be started again
     try:
         while not life.done():
             # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
@@ -2350,7 +2351,6 @@ def _block(options: _Options, stop: Future[None], started: Future[None]) -> None
         started.set_exception(error)
     finally:
         # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
-        stop.cancel()
         loop.set_exception_handler(lambda *_: None)
         for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
@@ -2419,8 +2419,8 @@ class MCPServer:
         with self._lock:
             if self._stop.cancelled():
                 self.wait()
-                self._stop, self._started = ends = Future[None](), Future[None]()
-                life = (self._options, *ends)
+                self._stop, self._started = Future[None](), Future[None]()
+                life = (self._options, self._stop, self._started)
                 self._thread = threading.Thread(target=_block, args=life, name="apcore-mcp", daemon=True)
                 self._thread.start()
         self._started.result()
