@@ -123,8 +123,7 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
 # What constrains a value, to apcore or to clients of another mind; any other keyword describes it.
-_LOOSE = "then else minContains maxContains dependencies additionalItems nullable $async".split()
-_CONSTRAINTS = frozenset([*Draft202012Validator.VALIDATORS, *_LOOSE])
+_CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable", "$async"}
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
 # What references lead to or by, and names of dialects; nothing is left of it when references are written out.
@@ -956,7 +955,7 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
         _SchemaConverter().inline(asked)
         # The SDK's check of the fields wants a pydantic model.
         render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"A question's schema cannot be asked: {error}") from None
     return name, request
 
