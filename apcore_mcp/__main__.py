@@ -17,7 +17,7 @@ from typing import Any
 
 from apcore import Registry
 
-from .core import _EXPORTS, _discover, _export, _Options, _standard_streams, serve
+from .core import _EXPORTS, _discover, _export, _Options, _options_of, _standard_streams, serve
 
 _BY_TYPE: dict[type, dict[str, Any]] = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}}
 
@@ -55,11 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, parser = _parsers()
     options = vars(parser.parse_args(argv))
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger("apcore_mcp").setLevel(options["log_level"])
     try:
         _check(options)
         directory, export = os.path.abspath(options.pop("extensions_dir")), options.pop("export")
-        checked = _Options(Registry(extensions_dir=directory), **options)
+        checked = _options_of("apcore-mcp", Registry(extensions_dir=directory), **options)
         # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
         owns_stdout = export or checked.transport == "stdio"
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
