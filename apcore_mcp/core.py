@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from mcp.server.session import ServerSession
     from mcp.shared.message import SessionMessage
     from mcp.shared.subscriptions import ServerEvent
-    from mcp_types import CallToolRequestParams, ReadResourceRequestParams
+    from mcp_types import CallToolRequestParams, JSONRPCMessage, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -1727,8 +1727,7 @@ def _divert(stack: contextlib.ExitStack) -> None:
     @stack.callback
     def restore() -> None:
         _flush_stdout()
-        _claimed.clear()
-        for fd, private in enumerate(wire):
+        for fd, private in enumerate(_claimed.pop()):
             os.dup2(private, fd)
             os.close(private)
 
@@ -1807,7 +1806,8 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
                     raise ValueError("It is no id, or this would be a request")
             except ValueError:
-                await self._refuse(line)
+                if line.strip():  # an empty line is let pass
+                    await self._refuse(line)
                 continue
             if isinstance(message, JSONRPCRequest):
                 self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
@@ -1826,7 +1826,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 raise _protocol_error(-32000, "Connection closed")  # there will be no answer
             self._asked.append(message.id)
         try:
-            await self._write(message.model_dump_json(by_alias=True, exclude_unset=True))
+            await self._write(message)
         finally:
             if isinstance(message, JSONRPCResponse | JSONRPCError):
                 await self._settle()
@@ -1834,17 +1834,17 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     async def _settle(self) -> None:
         self._bridge.activity.__exit__()
 
-    async def _write(self, line: str) -> None:
-        """One at a time, and each until the client has read most of what was written, or has gone."""
+    async def _write(self, message: JSONRPCMessage) -> None:
+        """One at a time, or all would be text in memory while nobody reads; until most is read or the client gone."""
         async with self._writing:
-            self._writer.write(line.encode() + b"\n")
+            self._writer.write(message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             with contextlib.suppress(OSError):
                 await self._writer.drain()
 
     async def _refuse(self, line: bytes) -> None:
-        """Answer a line that is no message, under its id where one can be made out; an empty line is let pass."""
-        if not line.strip():
-            return
+        """Answer a line that is no message, under its id where one can be made out."""
+        from mcp_types import ErrorData, JSONRPCError
+
         code, request_id = -32700, None
         reason = f"Parse error: line is not JSON, or longer than {_MESSAGE_MAX_BYTES} bytes"
         with contextlib.suppress(ValueError, RecursionError):
@@ -1852,7 +1852,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             code, reason = -32600, "Invalid request: not a single JSON-RPC message"
             if isinstance(decoded, dict) and type(decoded.get("id")) in (str, int):
                 request_id = decoded["id"]
-        await self._write(json.dumps({"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": reason}}))
+        await self._write(JSONRPCError(jsonrpc="2.0", id=request_id, error=ErrorData(code=code, message=reason)))
 
 
 @contextlib.asynccontextmanager
