@@ -148,7 +148,7 @@ _LEGAL: dict[str, Any] = {
     "required": _Names,
     "dependentRequired": dict[str, _Names],
     "enum examples": list[Any],
-    "minimum maximum exclusiveMinimum exclusiveMaximum": float,
+    "minimum maximum exclusiveMinimum exclusiveMaximum": int | float,
     "multipleOf": PositiveFloat,
     "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": _Count,
     "uniqueItems deprecated readOnly writeOnly": bool,
@@ -493,6 +493,9 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
         return _promise(inner, [*_views(*_inside(views, step))])
 
     unsaid = _CONSTRAINTS - _PROMISED | {closed for keyword, closed in _CLOSING.items() if keyword in schema}
+    unsaid |= {key for key in schema if key.startswith("format")}  # AJV knows some more
+    if gone or any(map(_marks_sensitive, views)):
+        unsaid |= {"enum", "const"}  # of the whole value, of which a part is not sent
     # Of several variants more than one may hold where less is said of each.
     said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
     if gone:
@@ -869,14 +872,14 @@ class _ToolCatalog:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
         with _left_out(f"Module {module_id}"):
             module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
+            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
+            if module is None or not all(tag in tags for tag in self._options.tags or ()):
+                return None
             descriptor = self._registry.get_definition(module_id)
             if module is not self._registry.get(module_id):  # what is said of it may be of its successor
                 return self.build(module_id)
-            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
-            if module is not None and all(tag in tags for tag in self._options.tags or ()):
-                if descriptor is None:
-                    raise LookupError("it has no definition")
-                return _Tool(descriptor, self._options)
+            assert descriptor is not None, "it has no definition"
+            return _Tool(descriptor, self._options)
         return None
 
     def _follow_files(self, look: dict[str, Any]) -> None:
@@ -952,7 +955,7 @@ async def elicit(
 # From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
 _PARKING_VERSION = "2026-07-28"
 _PARKED_SECONDS = 600.0  # how long a call waits for its user's answer before it is cancelled
-_PARKED_MAX = 1_000  # how many calls may wait; for one more, the one that waits longest is given up
+_PARKED_MAX = 1_000  # how many calls may wait; one more is given up
 _CALL_KEY = "_mcp_call"
 
 
@@ -1016,10 +1019,11 @@ class _Call:
 
     def _from_any_loop(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         # A sync module that calls an async one runs it in a thread and a loop of its own.
-        async def call(*args: Any) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            work = method(*args, **kwargs)
             if asyncio.get_running_loop() is self._loop:
-                return await method(*args)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(method(*args), self._loop))
+                return await work
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
         return call
 
@@ -1192,6 +1196,7 @@ class _ExecutionRouter:
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
         self._catalog, self._executor, self._options = catalog, executor, options
+        self.place: Any = contextlib.nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
@@ -1207,18 +1212,19 @@ class _ExecutionRouter:
         self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
-        if self._stopped:
-            raise _protocol_error(-32000, "Server is shutting down")
-        if params.request_state is not None:
-            return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
-        tool = self._catalog.find(params.name)
-        if tool is None:
-            logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
-            return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-        call = _Call(tool, params.arguments or {}, self._options, ctx.request)
-        call.attach(ctx)
-        call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
-        return await self._reply(call)
+        async with self.place():
+            if self._stopped:
+                raise _protocol_error(-32000, "Server is shutting down")
+            if params.request_state is not None:
+                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
+            tool = self._catalog.find(params.name)
+            if tool is None:
+                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
+                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+            call.attach(ctx)
+            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
+            return await self._reply(call)
 
     def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
         call = self.parked.get(state)
@@ -1245,7 +1251,8 @@ class _ExecutionRouter:
             return call.task.result()
         call.turn.clear()
         if len(self.parked) == _PARKED_MAX:
-            self._expire(next(iter(self.parked)))
+            _cancel([call])
+            raise _protocol_error(-32000, "Too many calls wait for their users' answers")
         call.session, state = None, secrets.token_urlsafe(32)
         self.parked[state] = call
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._expire, state)
@@ -1683,7 +1690,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         http.should_exit = True
         # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-        for seconds in (bridge.deadline - time.monotonic(), 2):
+        for seconds in (max(0.2, bridge.deadline - time.monotonic()), 2):
             await asyncio.wait({serving}, timeout=seconds)
             for connection in [*http.server_state.connections]:
                 connection.transport.abort()
@@ -1781,7 +1788,10 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
         self._reader, self._writer, self._bridge = reader, writer, bridge
-        self._asked, self._writing = list[int | str](), asyncio.Lock()  # the ids of this server's own requests
+        self._asked = list[int | str]()  # the ids of this server's own requests
+        # As many calls may run; none of them has to wait for a thread.
+        self._writing, self._places = asyncio.Lock(), asyncio.Semaphore(250)
+        bridge.router.place = self._place
         writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
     async def aclose(self) -> None:
@@ -1789,6 +1799,14 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
     async def __aexit__(self, *_: object) -> None:
         """Nothing, for the same reason."""
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """A place among the calls that run; once what was answered before is written, so that no more piles up."""
+        async with self._places:
+            async with self._writing:
+                pass
+            yield
 
     async def receive(self) -> AsyncIterator[SessionMessage]:
         """The client's messages; none is read while it leaves unread what it has asked for."""
@@ -2113,8 +2131,9 @@ def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     # The branch the model wrote for comes first: an open object would take anything, nulls included.
     branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
-    meant = [branch for branch in branches if _is_valid(_drop_nulls(value, branch), branch)][:1]
-    value = functools.reduce(_drop_nulls, [*meant, *schema.get("allOf", ())], value)
+    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
+    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
+    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
     if isinstance(value, list):
         return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
     if isinstance(value, dict):
@@ -2343,12 +2362,11 @@ class _ModuleThreads(ThreadPoolExecutor):
         self._calls.put(None)
 
 
-def _block(options: _Options, stop: Future[None], started: Future[None]) -> None:
+def _block(loop: asyncio.AbstractEventLoop, options: _Options, stop: Future[None], started: Future[None]) -> None:
     """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread.
 
     What keeps it from starting is the outcome of `started`; what ends it later is raised.
     """
-    loop = asyncio.new_event_loop()
     loop.set_default_executor(_ModuleThreads())
     loop.set_exception_handler(_log_quietly)
     life = loop.create_task(_run(options, stop, started))
@@ -2433,8 +2451,8 @@ class MCPServer:
         with self._lock:
             if self._stop.cancelled():
                 self.wait()
-                self._stop, self._started = Future[None](), Future[None]()
-                life = (self._options, self._stop, self._started)
+                loop, self._stop, self._started = asyncio.new_event_loop(), Future[None](), Future[None]()
+                life = (loop, self._options, self._stop, self._started)
                 self._thread = threading.Thread(target=_block, args=life, name="apcore-mcp", daemon=True)
                 self._thread.start()
         self._started.result()
@@ -2479,5 +2497,5 @@ def serve(options: _Options) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 stack.callback(signal.signal, number, signal.signal(number, handle))
-        _block(options, stop, started)
+        _block(asyncio.new_event_loop(), options, stop, started)
     started.result()

@@ -42,7 +42,7 @@ MIB = 1024 * 1024
 
 SERVER = """
 ran = []
-waiting = 0
+began = waiting = 0
 
 @tool
 async def echo(inputs, context):
@@ -55,7 +55,8 @@ async def big(inputs, context):
 
 @tool
 async def wait(inputs, context):
-    global waiting
+    global began, waiting
+    began += 1
     waiting += 1
     try:
         await asyncio.Event().wait()
@@ -64,7 +65,7 @@ async def wait(inputs, context):
 
 @tool
 async def census(inputs, context):
-    return {"ran": len(ran), "waiting": waiting, "tasks": len(asyncio.all_tasks())}
+    return {"ran": len(ran), "began": began, "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
 @tool
 async def kept(inputs, context):
@@ -76,6 +77,7 @@ options = {}
 if sys.argv[1:]:
     options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
+print(began, "began", file=sys.stderr)
 """
 
 
@@ -508,7 +510,9 @@ def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving
         client.send_line(line(call("census", "t.census")).strip())
         while (answered := client.receive())["id"] != "census":
             assert "error" in answered
-        assert answered["result"]["structuredContent"]["waiting"] == 0
+        told = answered["result"]["structuredContent"]
+        assert told["waiting"] == 0
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
-        client.process.communicate(timeout=50)
+        _, stderr = client.process.communicate(timeout=50)
         assert client.process.returncode == 0
+        assert f"{told['began'] + 250} began" in stderr.decode(), "more ran at once, or others began after the end"

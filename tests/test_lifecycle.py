@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -428,10 +429,30 @@ def test_a_signal_does_not_wait_for_a_slow_on_startup(transport: str) -> None:
 @pytest.mark.parametrize("callback", [_fail, _fail_later], ids=["sync", "async"])
 def test_a_failing_on_shutdown_is_raised_when_the_server_has_ended(callback: Callable[[], Any]) -> None:
     port = free_port()
-    stop = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+
+    def interrupt() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)  # when this has returned
+
     with pytest.raises(LookupError, match="of the callback"):
-        serve(registry_of(), transport="streamable-http", port=port, on_startup=stop.start, on_shutdown=callback)
+        serve(registry_of(), transport="streamable-http", port=port, on_startup=interrupt, on_shutdown=callback)
     assert_free(port)
+
+
+def test_a_start_that_the_system_refuses_leaves_a_server_that_can_be_started() -> None:
+    server = MCPServer(registry_of(), transport="streamable-http", port=free_port())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        taken = max(map(int, os.listdir("/proc/self/fd")))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 3, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                files.enter_context(open(os.devnull))
+        with pytest.raises(OSError, match="Too many open files"):
+            server.start()
+    server.start()
+    server.stop()
+    server.wait()
 
 
 def test_starting_twice_changes_nothing_and_stopping_and_waiting_work_from_any_thread() -> None:

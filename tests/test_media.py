@@ -114,6 +114,7 @@ async def test_the_official_client_accepts_what_is_left_of_the_output_by_the_adv
         pytest.param({"if": {"required": ["n"]}, "then": {"required": ["file"]}}, id="then"),
         pytest.param({"if": {"required": ["file"]}, "else": {"required": ["url"]}}, id="else"),
         pytest.param({"not": {"not": {"required": ["file"]}}}, id="not"),
+        pytest.param({"const": {"file": "AAAA", "n": 1}}, id="const"),
     ],
 )
 async def test_what_is_left_of_the_output_keeps_whatever_is_said_of_the_file(

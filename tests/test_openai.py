@@ -554,6 +554,18 @@ def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> 
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
+@pytest.mark.timeout(20)
+def test_branches_inside_branches_take_no_longer_than_they_are_many() -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING}}
+    sent: dict[str, Any] = {"leaf": None}
+    for _ in range(16):
+        schema = {"type": "object", "properties": {"a": {"anyOf": [schema, NULL]}, "b": STRING}}
+        sent = {"a": sent, "b": None}
+    module_id, inputs = from_openai_call(registry_of({"m.a": FunctionalModule(echo, input_schema=schema)}), "m-a", sent)
+    assert "null" not in json.dumps(inputs)
+    assert inputs.keys() == {"a"}
+
+
 @pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", "m-a-", "", "m.a.b"])
 def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}

@@ -209,6 +209,16 @@ async def test_outside_mcp_nobody_is_asked_and_the_context_has_no_keys() -> None
     assert await elicit(None, "Who are you?") is None
 
 
+async def test_what_stands_under_the_keys_takes_names_as_the_functions_do(mode: str) -> None:
+    async def ask_by_key(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await context.data[MCP_PROGRESS_KEY](progress=1, total=2, message="half")
+        return {"answer": await context.data[MCP_ELICIT_KEY](message="Who?", requested_schema=SCHEMA, key="name")}
+
+    arguments, _ = asking(accept(name="Ada"))
+    async with connect({"ask": ask_by_key}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
 async def test_where_an_answer_could_not_come_back_nobody_is_asked(mode: str) -> None:
     """A server without sessions may stand behind a load balancer: the retry could reach another one."""
     ran: list[dict[str, Any]] = []
@@ -368,7 +378,7 @@ async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
 
 
 @pytest.mark.once
-async def test_of_more_than_a_thousand_parked_calls_the_oldest_is_given_up() -> None:
+async def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
     ended: queue.Queue[int] = queue.Queue()
 
     async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -378,13 +388,15 @@ async def test_of_more_than_a_thousand_parked_calls_the_oldest_is_given_up() -> 
             ended.put(inputs["n"])
 
     async with wired({"ask": patient}) as wire:
-        states = [(await wire.question("ask", {"n": n}))[2] for n in range(1001)]
-        assert await asyncio.to_thread(ended.get, timeout=10) == 0
-        answer = {"input_responses": {"name": accept(name="Ada")}}
-        await wire.refused(states[0], "ask", {"n": 0})
-        for n in (1, 1000):
-            result = await wire.call("ask", {"n": n}, request_state=states[n], **answer)
+        states = [(await wire.question("ask", {"n": n}))[2] for n in range(1000)]
+        with pytest.raises(MCPError, match="Too many calls"):
+            await wire.call("ask", {"n": 1000})
+        assert await asyncio.to_thread(ended.get, timeout=10) == 1000
+        for n in (0, 999):
+            answer = {"request_state": states[n], "input_responses": {"name": accept(name="Ada")}}
+            result = await wire.call("ask", {"n": n}, **answer)
             assert result.structured_content == {"answer": {"name": "Ada"}}
+        await wire.question("ask", {"n": 1001})
 
 
 async def test_parked_calls_end_when_the_server_stops() -> None:

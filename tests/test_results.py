@@ -470,6 +470,12 @@ ACCOUNTS: list[Any] = [
         id="contentSchema",
     ),
     pytest.param(
+        held({"const": {"pin": 918273645}, **PIN}),
+        {"p": {"pin": 918273645}},
+        {"p": {"pin": REDACTED}},
+        id="const-above",
+    ),
+    pytest.param(
         held({"allOf": [{"type": "string", "pattern": "^S"}, {"enum": ["S3CR3T"], **SECRET}]}),
         {"p": "S3CR3T"},
         {"p": REDACTED},
