@@ -561,7 +561,7 @@ def test_branches_inside_branches_take_no_longer_than_they_are_many() -> None:
     for _ in range(16):
         schema = {"type": "object", "properties": {"a": {"anyOf": [schema, NULL]}, "b": STRING}}
         sent = {"a": sent, "b": None}
-    module_id, inputs = from_openai_call(registry_of({"m.a": FunctionalModule(echo, input_schema=schema)}), "m-a", sent)
+    _, inputs = from_openai_call(registry_of({"m.a": FunctionalModule(echo, input_schema=schema)}), "m-a", sent)
     assert "null" not in json.dumps(inputs)
     assert inputs.keys() == {"a"}
 
