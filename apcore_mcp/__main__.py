@@ -19,7 +19,7 @@ from apcore import Registry
 
 from .core import _EXPORTS, _discover, _export, _Options, _options_of, _standard_streams, serve
 
-_BY_TYPE: dict[type, dict[str, Any]] = {bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int}}
+_SWITCHES: dict[bool, Any] = {False: "store_true", True: argparse.BooleanOptionalAction}
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -31,8 +31,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
     for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
-        flag = {**option.metadata, **_BY_TYPE.get(type(option.default), {})}
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **flag)
+        switch = {"action": _SWITCHES[option.default]} if isinstance(option.default, bool) else {}
+        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata, **switch)
     parser.set_defaults(log_level="INFO")
     return own, parser
 

@@ -1925,7 +1925,7 @@ class _Options:
     _: dataclasses.KW_ONLY
     transport: str = _option("stdio", "MCP transport", choices=tuple(_TRANSPORTS))
     host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
-    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)")
+    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
     name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
     version: str | None = _option(None, "server version told to clients; without one, the package's")
     instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
