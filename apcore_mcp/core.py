@@ -1014,10 +1014,8 @@ class _Call:
         self._loop, self.told = asyncio.get_running_loop(), -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
         self.answer: asyncio.Future[Any] = self._loop.create_future()
-        progress, question = self._from_any_loop(self.report), self._from_any_loop(self.elicit)
-        self.data: dict[str, Any] = {_CALL_KEY: self, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
 
-    def _from_any_loop(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    def from_any_loop(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         # A sync module that calls an async one runs it in a thread and a loop of its own.
         async def call(*args: Any, **kwargs: Any) -> Any:
             work = method(*args, **kwargs)
@@ -1076,13 +1074,12 @@ def _cancel(calls: Iterable[_Call]) -> None:
     # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; the context it
     # was called with tells whose it is.
     running = [call for call in calls if not call.token.is_cancelled]
-    contexts = {id(call.data) for call in running}
     tasks = {call.task for call in running}
     for call in running:
         call.token.cancel()
         call.answer.cancel()
     for task in asyncio.all_tasks():
-        if any(type(value) is Context and id(value.data) in contexts for value in _locals(task.get_coro())):
+        if any(type(value) is Context and value.data.get(_CALL_KEY) in running for value in _locals(task.get_coro())):
             tasks.add(task)
     for task in tasks - {asyncio.current_task()}:
         task.cancel()
@@ -1117,7 +1114,7 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
             return ApprovalResult(status="rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await call.data[MCP_ELICIT_KEY](self._question(request), schema, "approval")
+        answer = await call.from_any_loop(call.elicit)(self._question(request), schema, "approval")
         return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
     def _question(self, request: ApprovalRequest) -> str:
@@ -1269,7 +1266,9 @@ class _ExecutionRouter:
         logger.debug("Tool call: %s", tool.module_id)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
         trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
-        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=call.data)
+        progress, question = call.from_any_loop(call.report), call.from_any_loop(call.elicit)
+        data = {_CALL_KEY: call, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
+        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=data)
         self.running.add(call)
         _RUNNING.set(call)
         try:
@@ -1294,6 +1293,7 @@ class _ExecutionRouter:
             call.session = None
             call.turn.set()
             self.running.discard(call)
+            _RUNNING.set(None)  # or call, task and context would hold each other, for the garbage collector to find
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
 

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 from apcore import Registry
-from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, free_port, registry_of, serving, until
+from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, free_port, registry_of, serving, until
 from mcp.client import Client
 from mcp.shared.exceptions import MCPError
 from test_live import followed, listed, text_of
 
-from apcore_mcp import MCPServer, async_serve, to_openai_tools
+from apcore_mcp import MCP_PROGRESS_KEY, MCPServer, async_serve, to_openai_tools
 
 ERAS = (HANDSHAKE, MODERN)
 
@@ -320,3 +320,22 @@ def test_a_server_that_many_threads_start_and_stop_ends_as_it_was_told_last() ->
     server.wait()
     assert errors == []
     until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+
+
+async def test_a_call_that_has_ended_leaves_nothing_to_the_garbage_collector(mode: str) -> None:
+    """Or each would bring the next collection nearer, which goes through all that the process holds."""
+    held: list[weakref.ref[Any]] = []
+
+    async def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        held.append(weakref.ref(context.data[MCP_PROGRESS_KEY]))
+        return {}
+
+    async with connect({"note": note}, mode=mode) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                await client.call_tool("note")
+            assert [reference() for reference in held[:4]] == [None] * 4
+        finally:
+            gc.enable()
