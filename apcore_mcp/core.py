@@ -2485,6 +2485,7 @@ def serve(options: _Options) -> None:
     use. RuntimeError inside a running event loop: there, use `async_serve()`. `apcore-mcp --help` describes each
     option. Source: SRS FR-SERVER-001 to -011.
     """
+    # The public get_running_loop() says "none" by an exception.
     if asyncio.events._get_running_loop() is not None:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
     stop, started = Future[None](), Future[None]()
