@@ -39,7 +39,6 @@ import inspect
 import json
 import logging
 import math
-import operator
 import os
 import queue
 import re
@@ -127,7 +126,8 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
 _CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable", "$async"}
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
-# What references lead to or by, and names of dialects; nothing is left of it when references are written out.
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+# What references lead to or by, and other dialects; nothing is left of it when references are written out.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
@@ -221,7 +221,7 @@ class _SchemaConverter:
         _NODE.validate_python(node, strict=True)
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        kept = {keyword: value for keyword, value in node.items() if keyword not in _FOR_REFERENCES}
+        kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
         result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened))
         if "$ref" not in result:
             return result
@@ -493,7 +493,7 @@ def _promise(schema: JSONSchema, views: list[JSONSchema], gone: Collection[str] 
         return _promise(inner, [*_views(*_inside(views, step))])
 
     unsaid = _CONSTRAINTS - _PROMISED | {closed for keyword, closed in _CLOSING.items() if keyword in schema}
-    unsaid |= {key for key in schema if key.startswith("format")}  # AJV knows some more
+    unsaid |= {key for key in schema if key.startswith(("format", "$"))}  # AJV knows some more
     if gone or any(map(_marks_sensitive, views)):
         unsaid |= {"enum", "const"}  # of the whole value, of which a part is not sent
     # Of several variants more than one may hold where less is said of each.
@@ -987,7 +987,7 @@ def _caller(request: Request | None) -> Identity | None:
     # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
     for name in ("access_token.subject", "access_token.client_id", "identity", "display_name"):
         with contextlib.suppress(AttributeError, NotImplementedError):
-            if said := operator.attrgetter(name)(user):
+            if said := functools.reduce(getattr, name.split("."), user):
                 return Identity(str(said), roles=roles)
     return Identity(str(user), roles=roles)
 

@@ -183,7 +183,7 @@ CONVERTED = {
         {"properties": {"a": True, "b": False}},
         {"type": "object", "properties": {"a": {}, "b": NEVER}},
     ),
-    "own-dialect": (one(STRING, **{"$schema": LATEST}), SIMPLE),
+    "own-dialect": (one(STRING, **{"$schema": LATEST}), one(STRING, **{"$schema": LATEST})),
     # apcore reads every schema as 2020-12, and so do clients that are told of no other.
     "older-dialect": (
         one(
