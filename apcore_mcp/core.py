@@ -2,20 +2,22 @@
 
 The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms:
 
+    Options      every option of `serve()`, once
     Schemas      JSON Schema in, a self-contained one out
-    Names        module ids to tool and function names
-    Annotations  what apcore says of a module, in MCP's and OpenAI's words
-    Tools        a module as clients see it, and which of its values they do not
+    Secrets      which values of a schema are marked, and what stands in their place
+    Tools        a module as clients see it: its names, what is said of it, its schemas
     Results      a module's output as an MCP result
     Errors       what went wrong, in a plain sentence for the client and in full for the log
     Documents    what a person reads of a tool
     Catalog      the registry as a list of tools that follows it
-    Calls        one running tool call: progress, questions, approval, cancellation
+    OpenAI       tools as function definitions, and a model's call back as a module's inputs
+    Calls        one running tool call: progress, questions, cancellation, threads
+    Approval     who is asked before a call runs
+    Router       a `tools/call` to the Executor and back, also while its user is asked
     Server       the MCP handlers, in every protocol version the SDK speaks
+    Explorer     one page, and as JSON what it shows and runs
     HTTP         the Starlette app and the guard before it
     stdio        pipes, and who owns the standard streams
-    Options      every option of `serve()`, once
-    OpenAI       tools as function definitions, and a model's call back as a module's inputs
     Doors        the command line's, and `async_serve`, `MCPServer`, `serve`
 
 Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
@@ -112,6 +114,166 @@ MCP_ELICIT_KEY = "_mcp_elicit"
 JSONSchema = dict[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _text_of(value: object) -> str:
+    """What a module made for people to read, as text that any answer and log can hold; never raises."""
+    try:
+        return str(value).encode(errors="replace").decode()  # JSON cannot say half of a surrogate pair
+    except BaseException:  # its class may do anything
+        return "<not to be read>"
+
+
+# ---- Options: every option of `serve()`, once ----
+
+_TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
+_APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
+_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
+_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
+
+
+def _option(default: T, text: str, **flag: Any) -> T:
+    """A field of `_Options`; `text` and `flag` also make its command line flag."""
+    return dataclasses.field(default=default, metadata={"help": text, **flag})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
+
+    registry_or_executor: Registry | Executor
+    _: dataclasses.KW_ONLY
+    transport: str = _option("stdio", "MCP transport", choices=("stdio", "streamable-http", "sse"))
+    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
+    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
+    name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
+    version: str | None = _option(None, "server version told to clients; without one, the package's")
+    instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
+    tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+", metavar="TAG")
+    prefix: str | None = _option(None, "serve only modules whose id starts with this")
+    log_level: str | None = _option(None, "log level, on stderr", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    on_startup: Callable[[], Any] | None = None
+    on_shutdown: Callable[[], Any] | None = None
+    dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
+    validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
+    tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
+    redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
+    approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
+    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
+    allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
+    metrics_collector: Any = None
+    middleware: Sequence[Any] | None = None
+    output_formatter: Callable[[Any], str] | None = None
+    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
+    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
+    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.registry_or_executor, Registry | Executor):
+            kind = type(self.registry_or_executor).__name__
+            raise TypeError(f"Expected Registry or Executor instance, got {kind}")
+        for field in dataclasses.fields(self):
+            self._check(field, getattr(self, field.name))
+        prefix, listens = self.explorer_prefix.rstrip("/"), self.transport != "stdio"
+        plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
+        refusals = {
+            "name must not exceed 255 characters": len(self.name) > 255,
+            "Tag values must not be empty": not all(self.tags or ()),
+            "Host must not be empty": listens and not self.host,
+            f"Port must be between 1 and 65535, got {self.port}": listens and not 1 <= self.port <= 65535,
+            f"explorer_prefix must be {plain}; got {prefix!r}": not _EXPLORER_PREFIX.fullmatch(prefix),
+        }
+        if refusal := next((refusal for refusal, holds in refusals.items() if holds), None):
+            raise ValueError(refusal)
+        object.__setattr__(self, "explorer_prefix", prefix)
+        if isinstance(self.metrics_collector, bool):
+            object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
+        elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
+            raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
+        if not all(hasattr(item, "cls") for item in self.middleware or ()):
+            raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r:.80}")
+
+    def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
+        """Hold one value against its annotation and its choices, of which it becomes the one it is in whatever case."""
+        try:
+            _validators()[field.name].validate_python(value)
+        except ValidationError:
+            raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
+        if isinstance(value, str) and (choices := field.metadata.get("choices")):
+            chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
+            if chosen is None:
+                label, known = field.name.replace("_", " "), ", ".join(choices)
+                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {known}")
+            object.__setattr__(self, field.name, chosen)
+        elif value == "" and field.name != "host":  # stdio has none
+            raise ValueError(f"{field.name} must not be empty")
+
+    @property
+    def registry(self) -> Registry:
+        source = self.registry_or_executor
+        return source if isinstance(source, Registry) else source.registry
+
+    def policies(self) -> list[ExecutionPolicy]:
+        """What an operator demands of calls, whatever modules say of themselves."""
+        source = self.registry_or_executor
+        steps = source.current_strategy.steps if isinstance(source, Executor) else ()
+        return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
+
+    def executor(self) -> Executor:
+        """The Executor that was given, or one made for the registry."""
+        source = self.registry_or_executor
+        executor = source if isinstance(source, Executor) else Executor(source)
+        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
+            executor.use(MetricsMiddleware(self.metrics_collector))
+        return executor
+
+    @property
+    def url(self) -> str:
+        """Where clients connect (HTTP transports)."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
+
+
+# What packages that build on this one pass as well: words that change nothing here, and others that are let pass only
+# while they ask for nothing.
+_WITHOUT_EFFECT = frozenset(
+    "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
+    " async_max_tasks".split()
+)
+_ONLY_OFF = frozenset("approval_handler authenticator strategy trace observability output_format".split())
+_INSTEAD = {"approval_handler": "it is approval, given twice", "authenticator": "authentication goes into middleware="}
+
+
+def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
+    """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
+    unused = {name for name, value in options.items() if name in _ONLY_OFF and (value is None or value is False)}
+    unused |= options.keys() & _WITHOUT_EFFECT
+    taken = {name: value for name, value in options.items() if name not in unused}
+    if "approval_handler" in taken and "approval" not in taken:
+        taken["approval"] = taken.pop("approval_handler")
+    try:
+        inspect.signature(_Options).bind(*given, **taken)
+    except TypeError as error:
+        hint = "".join(f" ({hint})" for word, hint in _INSTEAD.items() if word in taken)
+        raise TypeError(f"{door} {error}{hint}") from None
+    result = _Options(*given, **taken)
+    if result.log_level is not None:
+        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
+        logging.basicConfig()
+        logger.setLevel(result.log_level)
+    if unused:
+        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
+    return result
+
+
+@functools.cache
+def _validators() -> dict[str, TypeAdapter[Any]]:
+    """What holds a value against the annotation of each option: nothing is converted, so `"8000"` is no port."""
+    # Any bound on its length makes pydantic read a text, and refuse what UTF-8 cannot say.
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, str_min_length=0)
+    kinds = get_type_hints(_Options)
+    return {field.name: TypeAdapter(kinds[field.name], config=config) for field in dataclasses.fields(_Options)}
+
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
 
@@ -282,127 +444,7 @@ def _is_valid(value: Any, schema: JSONSchema) -> bool:
     return bool(_Validator(schema).is_valid(value))
 
 
-# ---- Names: module ids to tool and function names; pure ----
-
-_NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
-
-# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
-# match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
-_CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
-
-
-def _portable_name(module_id: str) -> str:
-    """`image.resize` becomes `image-resize`; past 64 characters, 54 of them and a hash that never changes."""
-    name = module_id.replace(".", "-")
-    if len(name) <= _NAME_MAX:
-        return name
-    return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
-
-
-# ---- Annotations: what apcore says of a module, in MCP's and OpenAI's words; pure ----
-
-_HINTS = {"readOnlyHint": "readonly", "destructiveHint": "destructive"}
-_HINTS |= {"idempotentHint": "idempotent", "openWorldHint": "open_world"}
-_FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
-_SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
-_DEFAULT_ANNOTATIONS = ModuleAnnotations()
-_DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
-
-
-class _AnnotationMapper:
-    """Say what apcore knows of one module in the words of MCP and OpenAI.
-
-    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `description`
-    ends with the notice of a deprecated module: "Deprecated since 1.2, until 2.0. Use image.scale."
-    """
-
-    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
-        self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
-        asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
-        self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
-        self.title = {"title": descriptor.name} if descriptor.name else {}
-        self.description = descriptor.description
-        if told := descriptor.metadata.get("x-deprecation"):
-            facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
-            notice = f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}"
-            self.description = f"{descriptor.description}\n\n{notice}".strip()
-
-    def to_mcp(self) -> dict[str, Any]:
-        """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
-        # To apcore anything is true or false, to clients only those two are.
-        hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
-        meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
-        meta |= {"apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
-        return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
-
-    def to_suffix(self) -> str:
-        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
-
-        `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
-        """
-        values = {name: getattr(self.annotations, name) for name in _SUFFIX_FIELDS}
-        told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
-        return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
-
-
-# ---- Tools: a module as clients see it, and which of its values they do not; pure ----
-
-
-def _text_of(value: object) -> str:
-    """What a module made for people to read, as text that any answer and log can hold; never raises."""
-    try:
-        return str(value).encode(errors="replace").decode()  # JSON cannot say half of a surrogate pair
-    except BaseException:  # its class may do anything
-        return "<not to be read>"
-
-
-class _Tool:
-    """One listed module: everything about it that does not change from call to call.
-
-    ValueError or KeyError when the module cannot be a tool, saying why.
-    """
-
-    def __init__(self, descriptor: ModuleDescriptor, options: _Options) -> None:
-        self.descriptor, self.module_id = descriptor, descriptor.module_id
-        self.documentation = _text_of(descriptor.documentation or "")
-        self.told = _AnnotationMapper(descriptor, options.policies())
-        if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
-            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
-        definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
-        definition |= self._convert_output(options.redact_output)
-        # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
-        # where it stands in the answer.
-        self._definition: dict[str, Any] = _plain([[[[[[definition]]]]]])[0][0][0][0][0][0]
-        self.input_schema: JSONSchema = self._definition["inputSchema"]
-        self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        self.validator = _Validator(self.input_schema)
-        self.output_validator = _Validator(self.output_schema)
-        # The documentation as MCP's `resources/list` sends it.
-        uri = f"docs://{self.module_id}"
-        self.resource = {"uri": uri, "name": self.module_id, **self.told.title, "mimeType": "text/plain"}
-
-    def _convert_output(self, redact_output: bool) -> JSONSchema:
-        """What can be promised of results as they are sent, as `outputSchema`, if anything (SRS FR-SCHEMA-005)."""
-        try:
-            schema = _SchemaConverter().inline(self.descriptor.output_schema)
-        except _Unconvertible as error:
-            if redact_output and _marks_sensitive(self.descriptor.output_schema):
-                raise
-            logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
-            schema = {}
-        # What results are redacted by; {} when nothing is sensitive.
-        self.sensitive_output = schema if redact_output and _marks_sensitive(schema) else {}
-        redacted = [*_views(self.sensitive_output)]
-        if any(map(_is_blanked, redacted)):
-            schema = {}
-        self.media = _media(schema, redact_output)  # properties that are sent as files, with their media types
-        promise = _promise(schema, redacted, self.media)
-        return {"outputSchema": {**promise, "type": "object"}} if schema and _admits_object(promise) else {}
-
-    def definition(self, *, portable: bool = False) -> dict[str, Any]:
-        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return {**self._definition, "name": _portable_name(self.module_id)} if portable else self._definition
-
+# ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
 
 # Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
 # not look, a mark hides the whole.
@@ -454,6 +496,115 @@ def _redact(value: Any, *schemas: JSONSchema) -> Any:
     if isinstance(value, dict):
         return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
     return value
+
+
+# ---- Tools: a module as clients see it: its names, what is said of it, its schemas; pure ----
+
+_NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
+
+# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
+# match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
+_CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
+
+
+def _portable_name(module_id: str) -> str:
+    """`image.resize` becomes `image-resize`; past 64 characters, 54 of them and a hash that never changes."""
+    name = module_id.replace(".", "-")
+    if len(name) <= _NAME_MAX:
+        return name
+    return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
+
+
+_HINTS = {"readOnlyHint": "readonly", "destructiveHint": "destructive"}
+_HINTS |= {"idempotentHint": "idempotent", "openWorldHint": "open_world"}
+_FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
+_SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
+_DEFAULT_ANNOTATIONS = ModuleAnnotations()
+_DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
+
+
+class _AnnotationMapper:
+    """Say what apcore knows of one module in the words of MCP and OpenAI.
+
+    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `description`
+    ends with the notice of a deprecated module: "Deprecated since 1.2, until 2.0. Use image.scale."
+    """
+
+    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
+        self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
+        asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
+        self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
+        self.title = {"title": descriptor.name} if descriptor.name else {}
+        self.description = descriptor.description
+        if told := descriptor.metadata.get("x-deprecation"):
+            facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
+            notice = f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}"
+            self.description = f"{descriptor.description}\n\n{notice}".strip()
+
+    def to_mcp(self) -> dict[str, Any]:
+        """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
+        # To apcore anything is true or false, to clients only those two are.
+        hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
+        meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
+        meta |= {"apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
+        return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
+
+    def to_suffix(self) -> str:
+        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
+
+        `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
+        """
+        values = {name: getattr(self.annotations, name) for name in _SUFFIX_FIELDS}
+        told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
+        return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
+
+
+class _Tool:
+    """One listed module: everything about it that does not change from call to call.
+
+    ValueError or KeyError when the module cannot be a tool, saying why.
+    """
+
+    def __init__(self, descriptor: ModuleDescriptor, options: _Options) -> None:
+        self.descriptor, self.module_id = descriptor, descriptor.module_id
+        self.documentation = _text_of(descriptor.documentation or "")
+        self.told = _AnnotationMapper(descriptor, options.policies())
+        if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
+            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
+        definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
+        definition |= self._convert_output(options.redact_output)
+        # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
+        # where it stands in the answer.
+        self._definition: dict[str, Any] = _plain([[[[[[definition]]]]]])[0][0][0][0][0][0]
+        self.input_schema: JSONSchema = self._definition["inputSchema"]
+        self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
+        self.validator = _Validator(self.input_schema)
+        self.output_validator = _Validator(self.output_schema)
+        # The documentation as MCP's `resources/list` sends it.
+        uri = f"docs://{self.module_id}"
+        self.resource = {"uri": uri, "name": self.module_id, **self.told.title, "mimeType": "text/plain"}
+
+    def _convert_output(self, redact_output: bool) -> JSONSchema:
+        """What can be promised of results as they are sent, as `outputSchema`, if anything (SRS FR-SCHEMA-005)."""
+        try:
+            schema = _SchemaConverter().inline(self.descriptor.output_schema)
+        except _Unconvertible as error:
+            if redact_output and _marks_sensitive(self.descriptor.output_schema):
+                raise
+            logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
+            schema = {}
+        # What results are redacted by; {} when nothing is sensitive.
+        self.sensitive_output = schema if redact_output and _marks_sensitive(schema) else {}
+        redacted = [*_views(self.sensitive_output)]
+        if any(map(_is_blanked, redacted)):
+            schema = {}
+        self.media = _media(schema, redact_output)  # properties that are sent as files, with their media types
+        promise = _promise(schema, redacted, self.media)
+        return {"outputSchema": {**promise, "type": "object"}} if schema and _admits_object(promise) else {}
+
+    def definition(self, *, portable: bool = False) -> dict[str, Any]:
+        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
+        return {**self._definition, "name": _portable_name(self.module_id)} if portable else self._definition
 
 
 def _media(schema: JSONSchema, redact_output: bool) -> dict[str, str]:
@@ -921,7 +1072,158 @@ def _reload(registry: Registry, path: str, module_id: str) -> None:
         registry.register(module_id, module, str(told["version"]), told)
 
 
-# ---- Calls: one running tool call: progress, questions, approval, cancellation; event loop only ----
+# ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
+
+_SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
+# What constrains a value, and the one description that a model is to read.
+_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
+# What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
+_STRICT_TELLS: dict[str, Callable[[Any], object]] = {
+    **dict.fromkeys(frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED), lambda _: True),
+    "format": lambda name: name not in SUPPORTED_FORMATS,
+    "pattern": re.compile(r"\(\?<?[=!]").search,  # it looks around, as pydantic's of a Decimal
+}
+
+
+class _OpenAIConverter:
+    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
+
+    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
+    """
+
+    def __init__(self, *, embed_annotations: bool = False, strict: bool = False) -> None:
+        self._embeds, self._strict = embed_annotations, strict
+
+    def convert(self, tool: _Tool) -> dict[str, Any]:
+        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
+        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
+        function["parameters"] = tool.input_schema
+        if self._strict:
+            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
+            self._warn(tool, function["parameters"])
+        return {"type": "function", "function": function}
+
+    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
+        found = detect_openai_strict_incompatibilities(strict)
+        own, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
+        found += ["additionalProperties: true" for node in own if node.get("additionalProperties", False) is not False]
+        found += ["a value of any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
+        if found:
+            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
+            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
+
+
+def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
+    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
+
+    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
+    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
+    """
+    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and _STRICT_TELLS[key](value)}
+    renamed = {} if "anyOf" in schema else {"oneOf": "anyOf"}
+    kept = {renamed.get(key, key): schema[key] for key in schema if key in _STRICT_KEEPS and key not in told}
+    strict = _map_subschemas(kept, _to_strict)
+    if told:
+        words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
+        strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
+    if "properties" in schema or "object" in _types(schema):
+        required, properties = schema.get("required", ()), strict.get("properties", {})
+        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
+        strict |= {"required": sorted(properties), "additionalProperties": False}
+    return strict
+
+
+def _nullable(schema: JSONSchema) -> JSONSchema:
+    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
+    if _is_valid(None, schema):
+        return schema
+    if "type" in schema and not schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if", "const"}:
+        enum = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+        return {**schema, **enum, "type": [*dict.fromkeys([*_types(schema), "null"])]}
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+    # The branch the model wrote for comes first: an open object would take anything, nulls included.
+    branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
+    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
+    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
+    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
+    if isinstance(value, list):
+        return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        parts = {name: [*_inside([schema], name)] for name in value}
+        absent = {name for name in value if value[name] is None and not all(_is_valid(None, s) for s in parts[name])}
+        return {name: functools.reduce(_drop_nulls, parts[name], value[name]) for name in value if name not in absent}
+    return value
+
+
+def to_openai_tools(
+    registry_or_executor: Registry | Executor, *, embed_annotations: bool = False, strict: bool = False,
+    tags: Sequence[str] | None = None, prefix: str | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
+
+        [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
+
+    `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
+    `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
+    logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules. A module that cannot be converted is
+    left out with a WARNING. Needs neither the `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
+    Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
+    """
+    catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
+    if hyphened := [module_id for module_id in catalog.tools if "-" in module_id]:
+        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {hyphened}")
+    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
+
+
+def from_openai_name(name: str, registry: Registry | None = None) -> str:
+    """Turn an OpenAI function name back into the module id it was made from.
+
+        >>> from_openai_name("image-resize")
+        'image.resize'
+
+    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
+    Raises ValueError for a shortened name without a registry, or one that no module of it has.
+    """
+    if not _SHORTENED.fullmatch(name):
+        return name.replace("-", ".")
+    for module_id in registry.list() if registry is not None else ():
+        if _portable_name(module_id) == name:
+            return module_id
+    raise ValueError(f"Function name {name!r} was shortened, and no registry is given that has its module")
+
+
+def from_openai_call(
+    registry_or_executor: Registry | Executor, name: str, arguments: str | dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Turn the call a model sent back into a module id and inputs that module accepts.
+
+    `name` is the function name as the model sent it, `arguments` the JSON text or dict next to it.
+
+        >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
+        ('image.resize', {'width': 800})
+
+    Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
+    at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
+    Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
+    ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
+    """
+    options = _Options(registry_or_executor)
+    module_id = from_openai_name(name, options.registry)
+    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
+    if not isinstance(inputs, dict):
+        raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
+    tool = _ToolCatalog(options).build(module_id) if module_id in options.registry.list(prefix=module_id) else None
+    if tool is None:
+        raise ValueError(f"to_openai_tools() offers no function {name!r}")
+    return module_id, _drop_nulls(inputs, tool.input_schema)
+
+
+# ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
 
 
 async def report_progress(
@@ -1092,6 +1394,50 @@ def _cancel(calls: Iterable[_Call]) -> None:
             future.add_done_callback(lambda future: future.cancelled() or future.exception())
 
 
+class _ModuleThreads(ThreadPoolExecutor):
+    """Threads for sync modules, each call with the context variables of the task that makes it.
+
+    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. More
+    calls than `limit` wait for a thread to be free; one that is told to end meanwhile is not begun.
+    """
+
+    def __init__(self, limit: int = 256) -> None:
+        super().__init__(limit)
+        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
+        self._idle, self._unstarted = threading.Semaphore(0), limit
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future, context = Future[T](), contextvars.copy_context()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
+                        token.check()
+                    future.set_result(context.run(fn, *args, **kwargs))
+                except BaseException as error:  # SystemExit included: the module's, not this thread's
+                    # A future would never end with StopIteration.
+                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False) and self._unstarted:
+            self._unstarted -= 1
+            threading.Thread(target=self._work, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            call()
+            del call  # and what the module returned
+            self._idle.release()
+        self._calls.put(None)  # for the next thread
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._calls.put(None)
+
+
+# ---- Approval: who is asked before a call runs; event loop only ----
+
 _NOBODY = "Nobody can be asked"
 _RUNNING = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)  # for what modules call without its context
 
@@ -1128,10 +1474,6 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
         return f"Let {request.module_id} run?{f' It is annotated as {told}.' * bool(told)}\nArguments: {arguments}"
 
 
-_ASKING = ElicitationApprovalHandler()
-_APPROVERS = dict[str, ApprovalHandler | None](auto=_ASKING, require=_ASKING, deny=AlwaysDenyHandler(), off=None)
-
-
 class _ApprovalGate(BuiltinApprovalGate):
     """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler.
 
@@ -1160,10 +1502,18 @@ class _ApprovalGate(BuiltinApprovalGate):
                 context.global_deadline += time.time() - started
 
     def _approver(self, call: _Call) -> ApprovalHandler | None:
-        approval, strict = call.options.approval, self.policy is not None and self.policy.strict
+        approval = call.options.approval
+        strict = self.policy is not None and self.policy.strict
         if approval == "auto" and not (strict or call.can_ask):
             return None  # apcore's gate then logs a WARNING and goes on
-        return _APPROVERS[approval] if isinstance(approval, str) else approval
+        if approval == "off":
+            return None
+        if approval == "deny":
+            return AlwaysDenyHandler()
+        return ElicitationApprovalHandler() if isinstance(approval, str) else approval
+
+
+# ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
 
 def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
@@ -1490,60 +1840,7 @@ class _Bridge:
         connection.exit_stack.callback(asyncio.create_task(self._announce(tell)).cancel)
 
 
-# ---- HTTP: the Starlette app and the guard before it ----
-
-# What a Host header may be, in lower case: this machine, an address (a domain could be somebody else's and yet point at
-# this machine), anything that names a host (no "@", behind which another one would stand).
-_LOCAL_HOST = r"(localhost|127(\.\d+){3}|\[[0:]+1\])(:\d+)?"
-_ADDRESS = r"(localhost|[\d.]+|\[[\w:.%]+\])(:\d+)?"
-_ANY_HOST = r"[\w.:%[\]-]*"
-
-
-class _Guard:
-    """ASGI middleware before every route: who may ask, and whether the server still takes requests.
-
-    A request must name one of the options' hosts and, when a web page made it, come from that very host and port:
-    another site, another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no
-    form can make one. Where any host will do, a web page, and the Explorer, must still name an address.
-    """
-
-    def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
-        self._app, self._bridge, self._options = app, bridge, bridge.options
-        hosts = [re.escape(name.lower()).replace(r"\*", _ANY_HOST) for name in self._options.allowed_hosts or ()]
-        own = urlsplit(self._options.url).netloc.lower()
-        hosts = hosts or [_LOCAL_HOST if re.fullmatch(_LOCAL_HOST, own) else _ANY_HOST]
-        self._hosts = re.compile("|".join(hosts), re.ASCII)
-        hosts = [_ADDRESS if host == _ANY_HOST else host for host in hosts]
-        self._page_hosts = re.compile("|".join(hosts), re.ASCII)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.requests import ClientDisconnect
-
-        app = (self._refusal(scope) if scope["type"] == "http" else None) or self._app
-        counted = self._bridge.activity if scope.get("method") == "POST" else contextlib.nullcontext()
-        with counted, contextlib.suppress(ClientDisconnect):
-            await app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        from starlette.datastructures import Headers
-        from starlette.responses import PlainTextResponse
-
-        headers, options = Headers(scope=scope), self._options
-        host, origins = headers.get("host", "").lower(), {origin.lower() for origin in headers.getlist("origin")}
-        by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
-        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-        faults = {
-            (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),
-            (403, "Invalid Origin header"): not origins <= {f"http://{host}", f"https://{host}"},
-            (415, "Content-Type must be application/json"): scope["method"] == "POST" and not is_json,
-            (400, "No stream can be resumed"): "last-event-id" in headers,  # the SDK would go without an answer
-            (503, "Server is shutting down"): self._bridge.closing,
-        }
-        for (status, fault), holds in faults.items():
-            if holds:
-                logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
-                return PlainTextResponse(fault, status)
-        return None
+# ---- Explorer: one page, and as JSON what it shows and runs ----
 
 
 class _Explorer:
@@ -1612,6 +1909,62 @@ class _Explorer:
             return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
         status = 400 if text["text"].startswith("Input validation failed") else 500
         return {"error": text["text"], **result["_meta"]["apcore-mcp/error"]}, status
+
+
+# ---- HTTP: the Starlette app and the guard before it ----
+
+# What a Host header may be, in lower case: this machine, an address (a domain could be somebody else's and yet point at
+# this machine), anything that names a host (no "@", behind which another one would stand).
+_LOCAL_HOST = r"(localhost|127(\.\d+){3}|\[[0:]+1\])(:\d+)?"
+_ADDRESS = r"(localhost|[\d.]+|\[[\w:.%]+\])(:\d+)?"
+_ANY_HOST = r"[\w.:%[\]-]*"
+
+
+class _Guard:
+    """ASGI middleware before every route: who may ask, and whether the server still takes requests.
+
+    A request must name one of the options' hosts and, when a web page made it, come from that very host and port:
+    another site, another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no
+    form can make one. Where any host will do, a web page, and the Explorer, must still name an address.
+    """
+
+    def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
+        self._app, self._bridge, self._options = app, bridge, bridge.options
+        hosts = [re.escape(name.lower()).replace(r"\*", _ANY_HOST) for name in self._options.allowed_hosts or ()]
+        own = urlsplit(self._options.url).netloc.lower()
+        hosts = hosts or [_LOCAL_HOST if re.fullmatch(_LOCAL_HOST, own) else _ANY_HOST]
+        self._hosts = re.compile("|".join(hosts), re.ASCII)
+        hosts = [_ADDRESS if host == _ANY_HOST else host for host in hosts]
+        self._page_hosts = re.compile("|".join(hosts), re.ASCII)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import ClientDisconnect
+
+        app = (self._refusal(scope) if scope["type"] == "http" else None) or self._app
+        counted = self._bridge.activity if scope.get("method") == "POST" else contextlib.nullcontext()
+        with counted, contextlib.suppress(ClientDisconnect):
+            await app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        from starlette.datastructures import Headers
+        from starlette.responses import PlainTextResponse
+
+        headers, options = Headers(scope=scope), self._options
+        host, origins = headers.get("host", "").lower(), {origin.lower() for origin in headers.getlist("origin")}
+        by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
+        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+        faults = {
+            (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),
+            (403, "Invalid Origin header"): not origins <= {f"http://{host}", f"https://{host}"},
+            (415, "Content-Type must be application/json"): scope["method"] == "POST" and not is_json,
+            (400, "No stream can be resumed"): "last-event-id" in headers,  # the SDK would go without an answer
+            (503, "Server is shutting down"): self._bridge.closing,
+        }
+        for (status, fault), holds in faults.items():
+            if holds:
+                logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
+                return PlainTextResponse(fault, status)
+        return None
 
 
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
@@ -1902,312 +2255,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
             giving_up.cancel()
 
 
-_TRANSPORTS = {"stdio": _serve_stdio, "streamable-http": _serve_http, "sse": _serve_http}
-
-# ---- Options: every option of `serve()`, once ----
-
-_TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
-_APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
-_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
-_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
-
-
-def _option(default: T, text: str, **flag: Any) -> T:
-    """A field of `_Options`; `text` and `flag` also make its command line flag."""
-    return dataclasses.field(default=default, metadata={"help": text, **flag})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
-
-    registry_or_executor: Registry | Executor
-    _: dataclasses.KW_ONLY
-    transport: str = _option("stdio", "MCP transport", choices=tuple(_TRANSPORTS))
-    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
-    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
-    name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
-    version: str | None = _option(None, "server version told to clients; without one, the package's")
-    instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
-    tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+", metavar="TAG")
-    prefix: str | None = _option(None, "serve only modules whose id starts with this")
-    log_level: str | None = _option(None, "log level, on stderr", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    on_startup: Callable[[], Any] | None = None
-    on_shutdown: Callable[[], Any] | None = None
-    dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
-    validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
-    tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
-    redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
-    approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
-    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
-    allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+", metavar="HOST")
-    metrics_collector: Any = None
-    middleware: Sequence[Any] | None = None
-    output_formatter: Callable[[Any], str] | None = None
-    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
-    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
-    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.registry_or_executor, Registry | Executor):
-            kind = type(self.registry_or_executor).__name__
-            raise TypeError(f"Expected Registry or Executor instance, got {kind}")
-        for field in dataclasses.fields(self):
-            self._check(field, getattr(self, field.name))
-        prefix, listens = self.explorer_prefix.rstrip("/"), self.transport != "stdio"
-        plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
-        refusals = {
-            "name must not exceed 255 characters": len(self.name) > 255,
-            "Tag values must not be empty": not all(self.tags or ()),
-            "Host must not be empty": listens and not self.host,
-            f"Port must be between 1 and 65535, got {self.port}": listens and not 1 <= self.port <= 65535,
-            f"explorer_prefix must be {plain}; got {prefix!r}": not _EXPLORER_PREFIX.fullmatch(prefix),
-        }
-        if refusal := next((refusal for refusal, holds in refusals.items() if holds), None):
-            raise ValueError(refusal)
-        object.__setattr__(self, "explorer_prefix", prefix)
-        if isinstance(self.metrics_collector, bool):
-            object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
-        elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
-            raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
-        if not all(hasattr(item, "cls") for item in self.middleware or ()):
-            raise TypeError(f"middleware must be a list of Starlette's Middleware(...), got {self.middleware!r:.80}")
-
-    def _check(self, field: dataclasses.Field[Any], value: Any) -> None:
-        """Hold one value against its annotation and its choices, of which it becomes the one it is in whatever case."""
-        try:
-            _validators()[field.name].validate_python(value)
-        except ValidationError:
-            raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
-        if isinstance(value, str) and (choices := field.metadata.get("choices")):
-            chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
-            if chosen is None:
-                label, known = field.name.replace("_", " "), ", ".join(choices)
-                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {known}")
-            object.__setattr__(self, field.name, chosen)
-        elif value == "" and field.name != "host":  # stdio has none
-            raise ValueError(f"{field.name} must not be empty")
-
-    @property
-    def registry(self) -> Registry:
-        source = self.registry_or_executor
-        return source if isinstance(source, Registry) else source.registry
-
-    def policies(self) -> list[ExecutionPolicy]:
-        """What an operator demands of calls, whatever modules say of themselves."""
-        source = self.registry_or_executor
-        steps = source.current_strategy.steps if isinstance(source, Executor) else ()
-        return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
-
-    def executor(self) -> Executor:
-        """The Executor that was given, or one made for the registry."""
-        source = self.registry_or_executor
-        executor = source if isinstance(source, Executor) else Executor(source)
-        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
-            executor.use(MetricsMiddleware(self.metrics_collector))
-        return executor
-
-    @property
-    def url(self) -> str:
-        """Where clients connect (HTTP transports)."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
-
-
-# What packages that build on this one pass as well: words that change nothing here, and others that are let pass only
-# while they ask for nothing.
-_WITHOUT_EFFECT = frozenset(
-    "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
-    " async_max_tasks".split()
-)
-_ONLY_OFF = frozenset("approval_handler authenticator strategy trace observability output_format".split())
-_INSTEAD = {"approval_handler": "it is approval, given twice", "authenticator": "authentication goes into middleware="}
-
-
-def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
-    """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
-    unused = {name for name, value in options.items() if name in _ONLY_OFF and (value is None or value is False)}
-    unused |= options.keys() & _WITHOUT_EFFECT
-    taken = {name: value for name, value in options.items() if name not in unused}
-    if "approval_handler" in taken and "approval" not in taken:
-        taken["approval"] = taken.pop("approval_handler")
-    try:
-        inspect.signature(_Options).bind(*given, **taken)
-    except TypeError as error:
-        hint = "".join(f" ({hint})" for word, hint in _INSTEAD.items() if word in taken)
-        raise TypeError(f"{door} {error}{hint}") from None
-    result = _Options(*given, **taken)
-    if result.log_level is not None:
-        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-        logging.basicConfig()
-        logger.setLevel(result.log_level)
-    if unused:
-        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
-    return result
-
-
-@functools.cache
-def _validators() -> dict[str, TypeAdapter[Any]]:
-    """What holds a value against the annotation of each option: nothing is converted, so `"8000"` is no port."""
-    # Any bound on its length makes pydantic read a text, and refuse what UTF-8 cannot say.
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True, str_min_length=0)
-    kinds = get_type_hints(_Options)
-    return {field.name: TypeAdapter(kinds[field.name], config=config) for field in dataclasses.fields(_Options)}
-
-
-# ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
-
-_SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-# What constrains a value, and the one description that a model is to read.
-_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
-# What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
-_STRICT_TELLS: dict[str, Callable[[Any], object]] = {
-    **dict.fromkeys(frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED), lambda _: True),
-    "format": lambda name: name not in SUPPORTED_FORMATS,
-    "pattern": re.compile(r"\(\?<?[=!]").search,  # it looks around, as pydantic's of a Decimal
-}
-
-
-class _OpenAIConverter:
-    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
-
-    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
-    """
-
-    def __init__(self, *, embed_annotations: bool = False, strict: bool = False) -> None:
-        self._embeds, self._strict = embed_annotations, strict
-
-    def convert(self, tool: _Tool) -> dict[str, Any]:
-        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
-        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
-        function["parameters"] = tool.input_schema
-        if self._strict:
-            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
-            self._warn(tool, function["parameters"])
-        return {"type": "function", "function": function}
-
-    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
-        found = detect_openai_strict_incompatibilities(strict)
-        own, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
-        found += ["additionalProperties: true" for node in own if node.get("additionalProperties", False) is not False]
-        found += ["a value of any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
-        if found:
-            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
-
-
-def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
-    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
-
-    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
-    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
-    """
-    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and _STRICT_TELLS[key](value)}
-    renamed = {} if "anyOf" in schema else {"oneOf": "anyOf"}
-    kept = {renamed.get(key, key): schema[key] for key in schema if key in _STRICT_KEEPS and key not in told}
-    strict = _map_subschemas(kept, _to_strict)
-    if told:
-        words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
-        strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
-    if "properties" in schema or "object" in _types(schema):
-        required, properties = schema.get("required", ()), strict.get("properties", {})
-        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
-        strict |= {"required": sorted(properties), "additionalProperties": False}
-    return strict
-
-
-def _nullable(schema: JSONSchema) -> JSONSchema:
-    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
-    if _is_valid(None, schema):
-        return schema
-    if "type" in schema and not schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if", "const"}:
-        enum = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
-        return {**schema, **enum, "type": [*dict.fromkeys([*_types(schema), "null"])]}
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
-    # The branch the model wrote for comes first: an open object would take anything, nulls included.
-    branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
-    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
-    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
-    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
-    if isinstance(value, list):
-        return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
-    if isinstance(value, dict):
-        parts = {name: [*_inside([schema], name)] for name in value}
-        absent = {name for name in value if value[name] is None and not all(_is_valid(None, s) for s in parts[name])}
-        return {name: functools.reduce(_drop_nulls, parts[name], value[name]) for name in value if name not in absent}
-    return value
-
-
-def to_openai_tools(
-    registry_or_executor: Registry | Executor, *, embed_annotations: bool = False, strict: bool = False,
-    tags: Sequence[str] | None = None, prefix: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
-
-        [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
-
-    `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
-    `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
-    logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules. A module that cannot be converted is
-    left out with a WARNING. Needs neither the `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
-    Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
-    """
-    catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
-    if hyphened := [module_id for module_id in catalog.tools if "-" in module_id]:
-        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {hyphened}")
-    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
-
-
-def from_openai_name(name: str, registry: Registry | None = None) -> str:
-    """Turn an OpenAI function name back into the module id it was made from.
-
-        >>> from_openai_name("image-resize")
-        'image.resize'
-
-    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
-    Raises ValueError for a shortened name without a registry, or one that no module of it has.
-    """
-    if not _SHORTENED.fullmatch(name):
-        return name.replace("-", ".")
-    for module_id in registry.list() if registry is not None else ():
-        if _portable_name(module_id) == name:
-            return module_id
-    raise ValueError(f"Function name {name!r} was shortened, and no registry is given that has its module")
-
-
-def from_openai_call(
-    registry_or_executor: Registry | Executor, name: str, arguments: str | dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Turn the call a model sent back into a module id and inputs that module accepts.
-
-    `name` is the function name as the model sent it, `arguments` the JSON text or dict next to it.
-
-        >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
-        ('image.resize', {'width': 800})
-
-    Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
-    at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
-    Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
-    ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
-    """
-    options = _Options(registry_or_executor)
-    module_id = from_openai_name(name, options.registry)
-    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
-    if not isinstance(inputs, dict):
-        raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    tool = _ToolCatalog(options).build(module_id) if module_id in options.registry.list(prefix=module_id) else None
-    if tool is None:
-        raise ValueError(f"to_openai_tools() offers no function {name!r}")
-    return module_id, _drop_nulls(inputs, tool.input_schema)
-
-
-# ---- Doors: the command line's own ----
-
+# ---- Doors: the command line's, and `async_serve`, `MCPServer`, `serve` ----
 
 _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 
@@ -2273,9 +2321,6 @@ def _load(file: DiscoveredModule, registry: Registry) -> None:
         registry.register(file.canonical_id, module(), str(version), metadata)
 
 
-# ---- Doors: servers ----
-
-
 async def _call_back(callback: Callable[[], Any] | None) -> None:
     if callback is not None and inspect.isawaitable(result := callback()):
         await result
@@ -2310,7 +2355,8 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
 
 async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
-    async with _Bridge(options) as bridge, _TRANSPORTS[options.transport](bridge) as running:
+    serve_clients = _serve_stdio if options.transport == "stdio" else _serve_http
+    async with _Bridge(options) as bridge, serve_clients(bridge) as running:
         ends = {running, asyncio.wrap_future(stop)}
         ended = asyncio.create_task(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         async with _announced(bridge, ended):
@@ -2318,48 +2364,6 @@ async def _run(options: _Options, stop: Future[None], started: Future[None]) -> 
             await ended
         if running.done():
             running.result()  # an error that ended the transport is the caller's to see
-
-
-class _ModuleThreads(ThreadPoolExecutor):
-    """Threads for sync modules, each call with the context variables of the task that makes it.
-
-    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. More
-    calls than `limit` wait for a thread to be free; one that is told to end meanwhile is not begun.
-    """
-
-    def __init__(self, limit: int = 256) -> None:
-        super().__init__(limit)
-        self._calls = queue.SimpleQueue[Callable[[], None] | None]()
-        self._idle, self._unstarted = threading.Semaphore(0), limit
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future, context = Future[T](), contextvars.copy_context()
-
-        def call() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
-                        token.check()
-                    future.set_result(context.run(fn, *args, **kwargs))
-                except BaseException as error:  # SystemExit included: the module's, not this thread's
-                    # A future would never end with StopIteration.
-                    future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-
-        self._calls.put(call)
-        if not self._idle.acquire(blocking=False) and self._unstarted:
-            self._unstarted -= 1
-            threading.Thread(target=self._work, daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        while call := self._calls.get():
-            call()
-            del call  # and what the module returned
-            self._idle.release()
-        self._calls.put(None)  # for the next thread
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._calls.put(None)
 
 
 def _block(loop: asyncio.AbstractEventLoop, options: _Options, stop: Future[None], started: Future[None]) -> None:
