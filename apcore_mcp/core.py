@@ -2356,9 +2356,12 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
 async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
     """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
     serve_clients = _serve_stdio if options.transport == "stdio" else _serve_http
+    loop = asyncio.get_running_loop()
+    stopping = loop.create_future()
+    # Not `wrap_future`: it leaves a loop asleep that a signal handler interrupts in its own thread (from Python 3.14).
+    stop.add_done_callback(lambda _: loop.call_soon_threadsafe(stopping.cancel))
     async with _Bridge(options) as bridge, serve_clients(bridge) as running:
-        ends = {running, asyncio.wrap_future(stop)}
-        ended = asyncio.create_task(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
+        ended = asyncio.create_task(asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED))
         async with _announced(bridge, ended):
             started.set_result(None)
             await ended
