@@ -220,6 +220,12 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
         yield Row(f"HTTP calls, {clients} at a time", load, ours, other, against, 1.10, "calls/s")
     yield Row("HTTP calls, 10 at a time", load, ours, 1e-2, "limit", 1.0, "calls/s")
 
+    def load_workers(side: Any) -> float:
+        return float(side.load("primes.count", {"below": 3_000}, sizes.load, 20))
+
+    two, one = Server("workers", 2, http=True), Server("workers", 1, http=True)
+    yield Row("calls of some work over HTTP, two workers", load_workers, two, one, "one worker", 1.0, "calls/s", True)
+
 
 def _limits(sizes: Sizes) -> Iterator[Row]:
     few, growing = sizes.few, Server("ours", sizes.few, names="auto")  # a server of their own: it grows

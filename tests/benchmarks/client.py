@@ -42,7 +42,7 @@ class Server:
     """What a server is started with: see `server.py` for the first four."""
 
     side: str
-    count: int = 0
+    count: int = 0  # of modules, or of workers
     names: str = "module-id"
     http: bool = False  # in the 2026-07-28 era; else stdio in this one:
     era: str = HANDSHAKE

@@ -11,10 +11,13 @@ import asyncio
 import gc
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any, Literal
 
 import mcp.server.lowlevel  # before `started`: how long the SDK takes to import is no part of a server's growth
@@ -182,22 +185,41 @@ async def serve_pipes(server: Any) -> None:
         await server.run(*streams, server.create_initialization_options())
 
 
-def end_with_parent() -> None:
-    while os.read(0, 1024):  # not `sys.stdin`, whose lock would be missed at the end of the interpreter
-        pass
-    os._exit(0)
+def end_with_parent(end: Callable[[], None]) -> None:
+    """Call `end` once the benchmark has ended, killed or not: nothing else would end a server over HTTP then."""
+
+    def wait() -> None:
+        while os.read(0, 1024):  # not `sys.stdin`, whose lock would be missed at the end of the interpreter
+            pass
+        end()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def run_workers(count: int, port: int) -> None:
+    """Serve the example for several cores with so many of them."""
+    examples = os.path.join(os.path.dirname(__file__), "..", "..", "examples")
+    command = [sys.executable, "-m", "granian", "--working-dir", examples, "--interface", "asgi", "--no-log"]
+    command += ["--workers-kill-timeout", "5", "--workers", str(count), "--port", str(port), "several_cores:app"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    end_with_parent(process.terminate)
+    process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "minimal", "existing"))
-    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("side", choices=("ours", "minimal", "existing", "workers"))
+    parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
     arguments = parser.parse_args()
+    if arguments.side == "workers":
+        run_workers(arguments.count, arguments.port)
+        return
     registry = modules(arguments.count)
-    if arguments.port:  # nothing else would end this server when the benchmark is killed
-        threading.Thread(target=end_with_parent, daemon=True).start()
+    if arguments.port:
+        end_with_parent(lambda: os._exit(0))
     if arguments.side == "minimal":
         Grow.started = time.monotonic()
         server = minimal(registry)
