@@ -123,6 +123,28 @@ def _text_of(value: object) -> str:
         return "<not to be read>"
 
 
+# What breaks a line, or hides, moves or turns around what stands after it.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def _one_line(value: object) -> str:
+    """Text as it is, but for what would break its line: `a\\nb` for two lines."""
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], _text_of(value))
+
+
+def _keep_to_its_lines(record: logging.LogRecord) -> bool:
+    """Let no text of a client or a module begin a line of the log: of a traceback, all lines are indented."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(_one_line(arg) if isinstance(arg, str) else arg for arg in record.args)
+    if record.exc_info:
+        trace = "".join(traceback.format_exception(record.exc_info[1]))
+        record.exc_text = "\n".join(f"  {_one_line(line)}" for line in trace.split("\n"))
+    return True
+
+
+logger.addFilter(_keep_to_its_lines)
+
+
 # ---- Options: every option of `serve()`, once ----
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
@@ -684,10 +706,13 @@ def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, An
     return {"type": "resource", "resource": resource}
 
 
-def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
+def _success(
+    tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = None, label: str = ""
+) -> dict[str, Any]:
     """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
 
-    `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON.
+    `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON, and the log has
+    the `label` of the call.
     """
     text, value, files = _as_json(tool, output)
     if formatter is not None:
@@ -695,7 +720,7 @@ def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = 
             # It is given a copy, and what it writes may hold no half of a surrogate pair.
             text = str.encode(formatter(from_json(text)), errors="replace").decode()
         except Exception:  # a user's own function
-            logger.exception("output_formatter failed, so %s is answered in JSON", tool.module_id)
+            logger.exception("output_formatter failed, so %s is answered in JSON", label)
     result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
     return {**result, "structuredContent": value} if tool.output_schema else result
 
@@ -750,7 +775,10 @@ class _ErrorMapper:
     call failed, so it may take its time.
     """
 
-    def __init__(self, tool: _Tool, arguments: dict[str, Any], involved: Iterable[Any], registry: Registry) -> None:
+    def __init__(
+        self, label: str, tool: _Tool, arguments: dict[str, Any], involved: Iterable[Any], registry: Registry
+    ) -> None:
+        self._label = label
         self._tool, self._arguments, self._involved, self._registry = tool, arguments, involved, registry
 
     def to_result(self, error: BaseException) -> dict[str, Any]:
@@ -781,11 +809,15 @@ class _ErrorMapper:
         return any(_marks_sensitive(each if isinstance(each, dict) else each.model_json_schema()) for each in schemas)
 
     def _log(self, error: BaseException, text: str, withheld: bool) -> None:
-        unexpected = not isinstance(error, ModuleError)
-        if withheld and unexpected:
-            text = f"(not shown: it may quote sensitive values)\n{''.join(traceback.format_tb(error.__traceback__))}"
-        told = self._tool.module_id, type(error).__name__, text if withheld else _text_of(error)
-        logger.error("Tool call error: %s - %s: %s", *told, exc_info=error if unexpected and not withheld else None)
+        trace = None
+        if isinstance(error, ModuleError):
+            text = text if withheld else _text_of(error.message)
+        elif withheld:
+            frames = traceback.extract_tb(error.__traceback__)
+            text = f"(not shown: it may quote sensitive values), raised in {frames}"
+        else:
+            text, trace = _text_of(error), error
+        logger.error("Tool call error: %s - %s: %s", self._label, type(error).__name__, text, exc_info=trace)
 
     def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
         """What the client is told, and what else there is to report."""
@@ -1281,6 +1313,11 @@ def _caller(request: Request | None) -> Identity | None:
     return Identity(str(user), roles=roles)
 
 
+def _label(name: str, caller: Identity | None) -> str:
+    """A call as lines of the log name it: `image.resize`, with its caller where there is one."""
+    return name if caller is None else f"{name} (caller: {caller.id})"
+
+
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
@@ -1292,9 +1329,9 @@ class _Call:
 
     task: asyncio.Task[dict[str, Any]]
 
-    def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, request: Request | None) -> None:
-        self.tool, self.arguments, self.options, self.request = tool, arguments, options, request
-        self.caller: Identity | None = None
+    def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, caller: Identity | None) -> None:
+        self.tool, self.arguments, self.options, self.caller = tool, arguments, options, caller
+        self.label = _label(tool.module_id, caller)
         self.session: ServerSession | None = None
         self.meta: Mapping[str, Any] = {}
         self.parks = self.can_ask = False
@@ -1350,7 +1387,7 @@ class _Call:
                     Draft202012Validator(schema).validate(content)
                 return content
             except Exception as error:  # the client's fault or its connection's: the module goes on without
-                logger.warning("Question of %s was not answered: %s", self.tool.module_id, type(error).__name__)
+                logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
                 return None
 
 
@@ -1549,20 +1586,28 @@ class _ExecutionRouter:
         async with self.place():
             if self._stopped:
                 raise _protocol_error(-32000, "Server is shutting down")
+            try:
+                caller = _caller(ctx.request)
+            except Exception:  # a user of a class of its own
+                logger.exception("Tool call error: %.200s - its caller cannot be read", params.name)
+                return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
             if params.request_state is not None:
-                return await self._reply(self._resume(ctx, params.request_state, params.input_responses or {}))
+                call = self._resume(ctx, caller, params.request_state, params.input_responses or {})
+                return await self._reply(call)
             tool = self._catalog.find(params.name)
             if tool is None:
-                logger.error("Tool call error: %.200r - ModuleNotFoundError: not listed", params.name)
+                label = _label(params.name[:200], caller)
+                logger.debug("Tool call: %s", label)
+                logger.error("Tool call error: %s - ModuleNotFoundError: Module not found: %.200s", label, params.name)
                 return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
-            call = _Call(tool, params.arguments or {}, self._options, ctx.request)
+            call = _Call(tool, params.arguments or {}, self._options, caller)
             call.attach(ctx)
             call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
             return await self._reply(call)
 
-    def _resume(self, ctx: RequestContext, state: str, responses: Mapping[str, Any]) -> _Call:
+    def _resume(self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]) -> _Call:
         call = self.parked.get(state)
-        if call is None or call.caller != _caller(ctx.request):
+        if call is None or call.caller != caller:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self.parked[state]
         call.attach(ctx)
@@ -1594,23 +1639,24 @@ class _ExecutionRouter:
 
     def _expire(self, state: str) -> None:
         if call := self.parked.pop(state, None):
-            logger.warning("Question of %s was not answered in time; its call is given up", call.tool.module_id)
+            logger.warning("Question of %s was not answered in time; its call is given up", call.label)
             _cancel([call])
 
     async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
         """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
         tool, started = call.tool, time.perf_counter()
-        logger.debug("Tool call: %s", tool.module_id)
+        logger.debug("Tool call: %s", call.label)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
         trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
         progress, question = call.from_any_loop(call.report), call.from_any_loop(call.elicit)
         data = {_CALL_KEY: call, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
-        context: Context[Any] = Context.create(trace_parent=trace, cancel_token=call.token, data=data)
+        context: Context[Any] = Context.create(
+            identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
+        )
         self.running.add(call)
         _RUNNING.set(call)
         try:
-            call.caller = context.identity = _caller(call.request)
-            result = _success(tool, await self._run(call, context), formatter)
+            result = _success(tool, await self._run(call, context), formatter, call.label)
             # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
             # a model's own validators make of them, nor as JSON. A client would refuse the result.
             _check(result.get("structuredContent", {}), tool.output_validator, "Output")
@@ -1625,14 +1671,16 @@ class _ExecutionRouter:
             if unasked and call.parks and not self._options.stateless:
                 required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
-            return _ErrorMapper(tool, call.arguments, call.involved.values(), self._options.registry).to_result(error)
+            involved = call.involved.values()
+            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
+            return mapper.to_result(error)
         finally:
             call.session = None
             call.turn.set()
             self.running.discard(call)
             _RUNNING.set(None)  # or call, task and context would hold each other, for the garbage collector to find
             elapsed_ms = (time.perf_counter() - started) * 1000
-            logger.debug("Tool call ended: %s, %.1f ms, trace %s", tool.module_id, elapsed_ms, context.trace_id)
+            logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
     async def _run(self, call: _Call, context: Context[Any]) -> Any:
         module_id, tool = call.tool.module_id, call.tool
@@ -1885,7 +1933,7 @@ class _Explorer:
             arguments = {**from_json(await request.body(), allow_inf_nan=False)}
         except (TypeError, ValueError):
             return {"error": "Request body must be a JSON object: the tool's arguments"}, 400
-        call = _Call(tool, arguments, self._options, request)
+        call = _Call(tool, arguments, self._options, _caller(request))
         running = call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
         gone.add_done_callback(lambda _: running.cancel())
@@ -2389,8 +2437,8 @@ def _block(loop: asyncio.AbstractEventLoop, options: _Options, stop: Future[None
 def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what nobody awaits, as asyncio does, but not what it says: a module's task may quote a sensitive value."""
     error = context.get("exception")
-    trace = "".join(traceback.format_tb(getattr(error, "__traceback__", None)))
-    logger.error("%s: %s\n%s", context["message"], type(error).__name__, trace)
+    frames = traceback.extract_tb(getattr(error, "__traceback__", None))
+    logger.error("%s: %s, raised in %s", context["message"], type(error).__name__, frames)
 
 
 def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Callable[P, T]:

@@ -1,7 +1,7 @@
 """A tool call is a conversation: it reports, it asks, it needs approval. This client answers.
 
-    python examples/conversation.py            # MCP 2026-07-28
-    python examples/conversation.py legacy     # the same by the handshake protocol
+python examples/conversation.py            # MCP 2026-07-28
+python examples/conversation.py legacy     # the same by the handshake protocol
 """
 
 import asyncio

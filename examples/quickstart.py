@@ -1,6 +1,6 @@
 """The five-minute proof: start the server as a client would, list its tools, call two of them.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import asyncio

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import httpx2
 import pytest
-from apcore import ACL, ACLRule, Executor, Registry
-from conftest import HANDSHAKE, MODERN, connect, hosting, registry_of
+from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleError, Registry
+from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of
 from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
@@ -109,7 +111,11 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def signed(
-    source: Registry | Executor, mode: str = MODERN, transport: str = "streamable-http", caller: str | None = None
+    source: Registry | Executor,
+    mode: str = MODERN,
+    transport: str = "streamable-http",
+    caller: str | None = None,
+    **options: Any,
 ) -> AsyncIterator[Session]:
     """A session, begun by `caller`, with a server that stands behind `AuthenticationMiddleware`."""
     session = Session()
@@ -122,7 +128,7 @@ async def signed(
         return ElicitResult(action="accept", content={})
 
     async with contextlib.AsyncExitStack() as stack:
-        app = await stack.enter_async_context(async_serve(source, transport=transport))
+        app = await stack.enter_async_context(async_serve(source, transport=transport, **options))
         url = await stack.enter_async_context(hosting(AuthenticationMiddleware(app, backend=Backend())))
         await stack.enter_async_context(asyncio.timeout(30))
         if transport == "sse":
@@ -181,6 +187,64 @@ async def test_the_explorer_calls_for_whoever_asks_it() -> None:
             for headers, expected in (({"X-User": "alice"}, ["alice", "user", "read", "write"]), ({}, None)):
                 answer = await client.post("/explorer/tools/whoami/call", json={}, headers=headers)
                 assert answer.json()["result"] == {"caller": expected}
+
+
+async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Design, "Who is calling": where there is a caller, whatever becomes of the call."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+
+    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise ModuleError("LOCKED", "the door is locked")
+
+    def crash(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise RuntimeError("the door is broken")
+
+    def formatter(value: Any) -> str:
+        raise ValueError("no text")
+
+    async def wrong(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Sure?", {"type": "object", "properties": {"a": {"type": "string"}}})}
+
+    gated = FunctionalModule(whoami, annotations=ModuleAnnotations(requires_approval=True))
+    modules: dict[str, Any] = {
+        "t.fail": fail,
+        "t.crash": crash,
+        "t.ask": wrong,
+        "t.whoami": whoami,
+        "door.open": whoami,
+    }
+    modules["t.gated"] = gated
+    rules = [ACLRule(callers=["@external"], targets=["t.*"], effect="allow")]
+    executor = Executor(registry_of(modules), acl=ACL(rules=rules, default_effect="deny"))
+    begun = re.compile("Tool call|Question of|output_formatter|.* is let through")
+    async with signed(executor, mode, output_formatter=formatter) as session:
+        for caller, named in ((None, ""), ("alice", " (caller: alice)")):
+            session.caller = caller
+            caplog.clear()
+            for name in (*modules, "nope.x"):
+                await session.client.call_tool(name)
+            lines = [record.getMessage() for record in caplog.records if begun.match(record.getMessage())]
+            assert f"Tool call: t.whoami{named}" in lines
+            assert f"Tool call: nope.x{named}" in lines
+            assert f"Tool call error: door.open{named} - ACLDeniedError: Access denied: None -> door.open" in lines
+            assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
+            assert len([line for line in lines if line.startswith("Tool call error")]) == 5
+            assert len([line for line in lines if line.startswith("output_formatter")]) == 2
+            assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
+
+
+async def test_a_caller_who_cannot_be_read_is_told_nothing_about_it() -> None:
+    """Neither with a tool that nobody knows, nor with the answer to another's question."""
+    async with signed(registry_of({"ask": ask})) as session:
+        session.caller = "alice"
+        asked = await session.client.session.call_tool("ask", allow_input_required=True)
+        assert isinstance(asked, InputRequiredResult)
+        session.caller = "unreadable"
+        answer: Any = {"input": ElicitResult(action="accept", content={})}
+        for name, more in (("nope.x", {}), ("ask", {"request_state": asked.request_state, "input_responses": answer})):
+            result = await session.client.session.call_tool(name, **more)
+            assert "hunter2" not in result.model_dump_json()
+            assert result.content[0].text == "Internal error occurred"
 
 
 async def test_only_who_began_a_call_can_go_on_with_it() -> None:

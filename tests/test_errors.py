@@ -307,7 +307,7 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
             assert "error_details" not in report
         assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
     error = make()
-    logged = str(error).encode(errors="replace").decode()
+    logged = str(getattr(error, "message", error)).encode(errors="replace").decode()
     for tool, record in zip(tools, errors_logged(caplog), strict=True):
         said = f"Tool call error: {tool} - {type(error).__name__}: "
         if text == "Internal error occurred":  # it could not be looked at
@@ -340,6 +340,66 @@ async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
     assert "Traceback (most recent call last)" in written
     if name != "stop_iteration":  # the interpreter itself drops that one's frames
         assert re.search(r'File ".*test_errors\.py", line \d+, in fail', written)
+
+
+def written(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that a handler of the package's logger writes."""
+    formatter = logging.Formatter("%(levelname)s %(message)s")
+    ours = [record for record in caplog.records if record.name.startswith("apcore_mcp")]
+    return "\n".join(map(formatter.format, ours)).splitlines()
+
+
+async def test_the_log_has_each_call_and_each_error_in_the_words_of_the_specification(
+    caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """FR-LOG-002 and FR-LOG-003, with the examples that they give; also of a tool that nobody knows."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    refused = raising(lambda: SchemaValidationError("Input validation failed", [WIDTH]))
+    async with connect({"image.resize": refused}, mode=mode) as client:
+        await client.call_tool("image.resize", {})
+        await client.call_tool("nope.x", {})
+    lines = written(caplog)
+    assert "ERROR Tool call error: image.resize - SchemaValidationError: Input validation failed" in lines
+    assert "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x" in lines
+    assert [line for line in lines if line.startswith("DEBUG Tool call: ")] == [
+        "DEBUG Tool call: image.resize",
+        "DEBUG Tool call: nope.x",
+    ]
+
+
+FORGED = "CRITICAL root: the disk is full"
+BREAKS = ["\n", "\r", "\r\n", "\x0b", "\x1b[2J", "\x85", "\u2028", "\u2029"]
+
+
+def raises_from(make: Callable[[str], Exception]) -> FunctionalModule:
+    def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
+        raise make(inputs["name"]) from ValueError(inputs["name"])
+
+    return FunctionalModule(fail)
+
+
+async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    """Whatever a module repeats in its error, in the message as in the traceback."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+
+    def formatter(value: Any) -> str:
+        raise ValueError(f"no {value['name']}")
+
+    unexpected = raises_from(lambda name: RuntimeError(f"no {name}"))
+    expected = raises_from(lambda name: ModuleError("NO_FILE", f"no {name}"))
+    modules = {"unexpected": unexpected, "expected": expected, "echo": echo}
+    async with connect(modules, mode=mode, output_formatter=formatter) as client:
+        for name in [*modules, "nobody"]:
+            for mark in BREAKS:
+                told = f"{mark}{FORGED}"
+                await client.call_tool(name if name in modules else f"nobody{told}", {"name": told})
+    lines = written(caplog)
+    assert len([line for line in lines if FORGED in line]) > 4 * len(BREAKS), "it is not that nothing is logged"
+    # A traceback is lines of its own; what a handler writes of them cannot be taken for another record.
+    assert [line for line in lines if line.startswith(FORGED)] == []
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", "\n".join(lines))
+    begins = re.compile(r"(DEBUG|INFO|WARNING|ERROR) |  ")
+    assert [line for line in lines if not begins.match(line)] == []
 
 
 @pytest.mark.parametrize(
@@ -477,7 +537,7 @@ async def test_a_guard_of_the_executor_is_told_without_its_details(
         result = await client.call_tool(tool, {})
     failure(result, text)
     (record,) = errors_logged(caplog)
-    assert re.search(r"Error: (\[[A-Z_]+\] .*(door|slow|33|round|often)|/etc/passwd)", record.getMessage())
+    assert re.search(r"Error: .*(door|slow|33|round|often|/etc/passwd)", record.getMessage())
     said = result.model_dump_json(by_alias=True)
     assert [
         word for word in ("call_chain", "caller", "@", "door", "deep.", "round.", "often.", "/etc") if word in said
@@ -515,7 +575,7 @@ async def test_the_advice_of_a_modules_author_reaches_the_agent(
     if told:
         assert report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?"
         assert advice == {"ai_guidance": "Ask for a later day.?", "suggestion": "tomorrow"}
-        assert "[DAY_IS_FULL] no room on 2026-02-03" in errors_logged(caplog)[0].getMessage()
+        assert "ModuleError: no room on 2026-02-03" in errors_logged(caplog)[0].getMessage()
     else:
         assert "later day" not in report["error_message"]
         assert advice == {}
@@ -1021,7 +1081,7 @@ async def test_of_a_tool_with_sensitive_input_the_log_says_what_failed_and_where
         failure(await client.call_tool("demo.login", {"user": "bob", "password": TOKEN}), "Internal error occurred")
     (record,) = errors_logged(caplog)
     assert "demo.login - RuntimeError: (not shown: it may quote sensitive values)" in record.getMessage()
-    assert "in throw\n    raise error from cause" in record.getMessage()
+    assert re.search(r"test_errors\.py, line \d+ in throw", record.getMessage())
 
 
 async def test_invalid_input_of_a_tool_with_sensitive_input_is_told_without_its_reason() -> None:
