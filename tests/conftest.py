@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,34 @@ def stdio(arguments: list[str], **environment: str) -> Any:
 def stdio_parameters(*arguments: str) -> Any:
     """What the SDK's client needs to start the examples' server as a subprocess."""
     return stdio(command(*arguments))
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+    async def put_forward(self, seconds: float) -> None:
+        """Let `seconds` go by at once: what was under way goes on before, what was waiting for its time after."""
+        for pause in (seconds, 0):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            self.ahead += pause
+
+
+def with_clock(story: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
+    """Run a test whose server and client share a loop with a clock that it may put forward."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Clock)
+        await story(loop)
+
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        runner.run(run())
 
 
 class RawClient:
