@@ -1463,6 +1463,8 @@ class _ModuleThreads(ThreadPoolExecutor):
 # ---- Approval: who is asked before a call runs; event loop only ----
 
 _NOBODY = "Nobody can be asked"
+_CONTROL = "system.control."  # how the ids of apcore's modules begin that configure and reload the application
+_SHOWN_MAX = 500  # characters of one text in a question
 _RUNNING = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)  # for what modules call without its context
 
 
@@ -1484,57 +1486,103 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
             return ApprovalResult(status="rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await call.from_any_loop(call.elicit)(self._question(request), schema, "approval")
+        answer = await call.from_any_loop(call.elicit)(_approval_question(request), schema, "approval")
         return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
-    def _question(self, request: ApprovalRequest) -> str:
-        shown: Any = sorted(request.arguments)  # without a schema, nothing tells what is sensitive
-        definition = request.context.executor.registry.get_definition(request.module_id)
-        with contextlib.suppress(AttributeError, KeyError, ValueError):
-            # A module may call another with tuples and models, inside of which a schema marks nothing.
-            shown = _redact(to_jsonable_python(request.arguments), _input_schema(definition))
-        told = " and ".join(name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name))
-        arguments = _text_of(json.dumps(shown, ensure_ascii=False, default=_text_of))[:2000]
-        return f"Let {request.module_id} run?{f' It is annotated as {told}.' * bool(told)}\nArguments: {arguments}"
 
+class _AskOrLetThrough(ElicitationApprovalHandler):
+    """Approval where it is not required: a call whose user cannot be asked is let through, with a WARNING.
 
-class _ApprovalGate(BuiltinApprovalGate):
-    """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler.
-
-    Of a call that no server made, and of one that the Executor's own handler decides about, it is the gate it stands
-    for. What a person takes to decide does not count against the call.
+    Never one of apcore's own modules that change how the application runs: its caller may be anybody.
     """
 
-    __slots__ = ("_gate",)
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        call = _call_of(request.context)
+        if call is None or call.can_ask or request.module_id.startswith(_CONTROL):
+            return await super().request_approval(request)
+        label = _label(request.module_id, call.caller)
+        logger.warning("%s is let through without approval: its user cannot be asked", label)
+        return ApprovalResult(status="approved")
+
+
+def _approval_question(request: ApprovalRequest) -> str:
+    shown: Any = sorted(request.arguments)  # without a schema, nothing tells what is sensitive
+    definition = request.context.executor.registry.get_definition(request.module_id)
+    with contextlib.suppress(AttributeError, KeyError, ValueError):
+        # A module may call another with tuples and models, inside of which a schema marks nothing.
+        shown = _redact(to_jsonable_python(request.arguments), _input_schema(definition))
+    question = f"Let {request.module_id} run?"
+    if dangers := [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]:
+        question += f" It is annotated as {' and '.join(dangers)}."
+    arguments = json.dumps(_shortened(shown), ensure_ascii=False, default=_text_of)
+    return f"{question}\nArguments: {_one_line(arguments)}"
+
+
+def _shortened(value: Any) -> Any:
+    """Copy plain JSON with each long text cut by itself, which it then says: no other value goes unseen for it."""
+    if isinstance(value, str) and len(value) > _SHOWN_MAX:
+        return f"{value[:_SHOWN_MAX]}… ({_SHOWN_MAX} of {len(value):,} characters)"
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _shortened(item) for name, item in value.items()}
+    return value
+
+
+class _WatchfulApprovalGate(BuiltinApprovalGate):
+    """An Executor's approval gate that notes who takes part in a server's call, and lets that server decide.
+
+    The server decides where the Executor has no handler. Everything else is up to the gate behind this one, which the
+    Executor had before: of a call that no server made, and of one that the Executor's own handler decides about. What
+    a person takes to decide does not count against the call.
+    """
 
     def __init__(self, gate: BuiltinApprovalGate) -> None:
-        object.__setattr__(self, "__dict__", vars(gate))  # one state: who holds the gate may still give it a handler
+        super().__init__()
+        self.name = gate.name
+        self.timeout_ms = gate.timeout_ms
         self._gate = gate
 
+    @property
+    def handler(self) -> Any:
+        return self._gate.handler
+
+    @property
+    def policy(self) -> ExecutionPolicy | None:
+        return self._gate.policy
+
+    def set_handler(self, handler: Any) -> None:
+        self._gate.set_handler(handler)
+
+    def set_policy(self, policy: ExecutionPolicy | None) -> None:
+        self._gate.set_policy(policy)
+
     async def execute(self, ctx: PipelineContext) -> StepResult:
-        call, context, started = _call_of(ctx.context), ctx.context, time.time()
+        call = _call_of(ctx.context)
+        if call is None:
+            return await self._gate.execute(ctx)
+        call.involved[ctx.module_id] = ctx.module
         gate = self._gate
-        if call is not None:
-            call.involved[ctx.module_id] = ctx.module
-            if self.handler is None:
-                gate = copy.copy(gate)
-                gate.set_handler(self._approver(call))
+        if gate.handler is None:
+            gate = copy.copy(gate)  # other servers, and other calls at the same time, have the same one
+            gate.set_handler(self._approver(call.options.approval))
+        started = time.time()
         try:
             return await gate.execute(ctx)
         finally:
-            if call is not None and context.global_deadline is not None:
-                context.global_deadline += time.time() - started
+            if ctx.context.global_deadline is not None:
+                ctx.context.global_deadline += time.time() - started
 
-    def _approver(self, call: _Call) -> ApprovalHandler | None:
-        approval = call.options.approval
-        strict = self.policy is not None and self.policy.strict
-        if approval == "auto" and not (strict or call.can_ask):
-            return None  # apcore's gate then logs a WARNING and goes on
+    def _approver(self, approval: str | ApprovalHandler) -> ApprovalHandler | None:
+        if not isinstance(approval, str):
+            return approval
         if approval == "off":
             return None
         if approval == "deny":
             return AlwaysDenyHandler()
-        return ElicitationApprovalHandler() if isinstance(approval, str) else approval
+        if approval == "require" or (self.policy is not None and self.policy.strict):
+            return ElicitationApprovalHandler()
+        return _AskOrLetThrough()
 
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
@@ -1566,15 +1614,15 @@ class _ExecutionRouter:
     """
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
-        self._catalog, self._executor, self._options = catalog, executor, options
+        self._catalog, self.executor, self._options = catalog, executor, options
         self.place: Any = contextlib.nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
         self.parked: dict[str, _Call] = {}
         self.running: set[_Call] = set()
         strategy = executor.current_strategy
         for step in strategy.steps:
-            if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
-                strategy.replace(step.name, _ApprovalGate(step))
+            if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _WatchfulApprovalGate):
+                strategy.replace(step.name, _WatchfulApprovalGate(step))
 
     def stop(self) -> None:
         """End what still runs or waits; who asked for it is told so. Nothing begins from then on."""
@@ -1687,10 +1735,10 @@ class _ExecutionRouter:
         if self._options.validate_inputs:
             _check(call.arguments, tool.validator, "Input")
         if not (tool.told.annotations.streaming and "progress_token" in call.meta):
-            return await self._executor.call_async(module_id, call.arguments, context)
+            return await self.executor.call_async(module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: dict[str, Any] = {}
-        async with contextlib.aclosing(cast(Any, self._executor.stream(module_id, call.arguments, context))) as chunks:
+        async with contextlib.aclosing(cast(Any, self.executor.stream(module_id, call.arguments, context))) as chunks:
             async for chunk in chunks:
                 _merge(merged, chunk)
                 await call.report(max(call.told, 0) + 1, None, _as_json(tool, chunk)[0])
@@ -2375,6 +2423,9 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
         where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
+    is_open = options.approval != "deny" and bridge.router.executor.governance_state().unprotected_control_surface
+    if is_open and any(module_id.startswith(_CONTROL) for module_id in bridge.catalog.tools):
+        logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     logger.info("apcore-mcp server started: %d tools registered, transport=%s%s", count, options.transport, where)

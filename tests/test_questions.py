@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import Config, ExecutionPolicy, Executor, ModuleAnnotations, Registry
+from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotations, Registry
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.errors import ApprovalDeniedError
@@ -597,6 +597,97 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
     assert any("wipe" in record.getMessage() for record in warned) == (runs and not asked)
 
 
+async def test_each_call_that_auto_lets_through_is_a_warning(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a module that another one calls; and whoever looks for warnings of ours finds nothing else."""
+    below = FunctionalModule(lambda inputs, context: context.executor.call("disk.wipe", inputs, context))
+    async with connect({"disk.wipe": guarded([]), "below": below}, mode=mode) as client:
+        for name in ("disk.wipe", "disk.wipe", "below"):
+            assert not (await client.call_tool(name)).is_error
+    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
+    assert warned == ["disk.wipe is let through without approval: its user cannot be asked"] * 3
+
+
+TOGGLE = "system.control.toggle_feature"
+ALL_APPROVALS = ["auto", "require", "deny", "off"]
+
+
+def controlled(**options: Any) -> APCore:
+    """An application whose own control modules are registered, and a module `echo`."""
+    client = APCore(config=Config({"sys_modules": {"enabled": True, "events": {"enabled": True}}}), **options)
+    client.registry.register("echo", FunctionalModule(lambda inputs, context: inputs))
+    return client
+
+
+@pytest.mark.parametrize(
+    ("approval", "user", "disabled"),
+    [("auto", "yes", True), ("auto", "no", False), ("auto", "cannot", False), ("require", "cannot", False)],
+)
+async def test_who_cannot_be_asked_does_not_control_the_application(
+    mode: str, approval: str, user: str, disabled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by apcore's own control modules nor by a module that calls them."""
+    application = controlled()
+    toggle = {"module_id": "echo", "enabled": False, "reason": "a test"}
+
+    async def turn_off(inputs: dict[str, Any], context: Any) -> Any:
+        return await application.executor.call_async(TOGGLE, toggle)
+
+    application.registry.register("turn_off", FunctionalModule(turn_off))
+    arguments, _ = asking(EVERYONE[user])
+    async with connect(application.executor, mode=mode, client=arguments, approval=approval) as client:
+        assert TOGGLE in {tool.name for tool in (await client.list_tools()).tools}
+        for name, inputs in ((TOGGLE, toggle), ("turn_off", {})):
+            application.toggle_state.enable("echo")
+            outcome = await outcome_of(client, name, inputs)
+            assert (outcome in (DENIED, LACKS_ELICITATION)) == (not disabled)
+            assert application.toggle_state.is_disabled("echo") == disabled
+    assert not any("let through" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("application", "options", "warns"),
+    [
+        pytest.param(dict, {}, True, id="auto"),
+        pytest.param(dict, {"approval": "require"}, True, id="require"),
+        pytest.param(dict, {"approval": "off"}, True, id="off"),
+        pytest.param(dict, {"approval": "deny"}, False, id="denied"),
+        pytest.param(dict, {"prefix": "echo"}, False, id="not-listed"),
+        pytest.param(lambda: {"policy": ExecutionPolicy(strict=True)}, {}, False, id="strict"),
+    ],
+)
+def test_a_start_says_that_anybody_may_control_the_application(
+    application: Callable[[], dict[str, Any]], options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = controlled(**application()).executor
+    for _ in range(2):
+        caplog.clear()
+        with serving(executor, **options):
+            warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert any("system.control" in text and "ACL" in text for text in warned) == warns
+    executor.set_acl(ACL(rules=[], default_effect="deny"))
+    caplog.clear()
+    with serving(executor, **options):
+        assert not any("system.control" in record.getMessage() for record in caplog.records)
+
+
+async def test_the_question_shows_every_argument_and_says_where_it_shortens_one(mode: str) -> None:
+    """However long another one is, and at whatever depth: nobody approves what is not shown."""
+    given: dict[str, Any] = {"content": "x" * 100_000, "lines": ["y" * 3_000, "short"], "request": {"body": "z" * 501}}
+    given["request"] |= {"path": "settings.ini"}
+    given |= {"exact": "e" * 500, "path": "/etc/passwd", "count": 7, "right": "a\u202eb"}
+    arguments, asked = asking(REFUSE)
+    async with connect({"files.write": guarded([])}, mode=mode, client=arguments) as client:
+        await outcome_of(client, "files.write", given)
+    (question,) = asked
+    shown = json.loads(question.message.partition("\nArguments: ")[2].replace("\\u202e", "\\\\u202e"))
+    assert shown.keys() == given.keys()
+    assert shown["content"] == "x" * 500 + "… (500 of 100,000 characters)"
+    assert shown["lines"] == ["y" * 500 + "… (500 of 3,000 characters)", "short"]
+    assert shown["request"] == {"body": "z" * 500 + "… (500 of 501 characters)", "path": "settings.ini"}
+    assert (shown["exact"], shown["path"], shown["count"]) == (given["exact"], "/etc/passwd", 7)
+    assert "\u202e" not in question.message, "it would turn around what is read after it"
+
+
 async def test_the_question_names_the_tool_its_arguments_and_its_danger_but_no_secret(mode: str) -> None:
     properties = {"disk": {"type": "string"}, "pin": {"type": "string", "x-sensitive": True}}
     module = guarded([], input_schema={"type": "object", "properties": properties})
@@ -669,7 +760,7 @@ async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_st
         assert text_of(result) == DENIED
 
 
-@pytest.mark.parametrize("approval", ["auto", "require", "deny", "off"])
+@pytest.mark.parametrize("approval", ALL_APPROVALS)
 @pytest.mark.parametrize(
     ("handler", "runs"),
     [pytest.param(AutoApproveHandler(), 1, id="approves"), pytest.param(Judge("rejected"), 0, id="rejects")],
