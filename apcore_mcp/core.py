@@ -56,6 +56,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,7 @@ logger.addFilter(_keep_to_its_lines)
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
-_ALLOWED_HOSTS_HELP = "Host headers accepted, * for any port or name; else this machine's on loopback, any elsewhere"
+_ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; * stands for any port or name"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
@@ -1762,10 +1763,10 @@ def _connection_of(session: ServerSession) -> Connection:
 class _Activity(asyncio.Queue[None]):
     """What has been asked and not answered yet: `join()` waits until that is nothing. Event loop only."""
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         self.put_nowait(None)
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self.get_nowait()
         self.task_done()
 
@@ -1841,8 +1842,8 @@ class _Bridge:
             return await call_next(ctx)
         if self.closing:
             raise _protocol_error(-32000, "Server is shutting down")
-        self.activity.__enter__()  # until the request's own task ends, when the answer has been handed over
-        cast(Any, asyncio.current_task()).add_done_callback(self.activity.__exit__)
+        self.activity.begin()  # until the request's own task ends, when the answer has been handed over
+        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
         connection, told = _connection_of(ctx.session), (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
         if told not in (None, ctx.protocol_version) and ctx.method != "initialize":
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
@@ -1996,58 +1997,107 @@ class _Explorer:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-# What a Host header may be, in lower case: this machine, an address (a domain could be somebody else's and yet point at
-# this machine), anything that names a host (no "@", behind which another one would stand).
-_LOCAL_HOST = r"(localhost|127(\.\d+){3}|\[[0:]+1\])(:\d+)?"
-_ADDRESS = r"(localhost|[\d.]+|\[[\w:.%]+\])(:\d+)?"
-_ANY_HOST = r"[\w.:%[\]-]*"
+# A Host header in lower case: a name or an address, and nothing before it (of "a@b", b is the host).
+_HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
+_ADDRESS = re.compile(r"localhost|[\d.]+|\[.+\]")
+_LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
 
 
 class _Guard:
     """ASGI middleware before every route: who may ask, and whether the server still takes requests.
 
-    A request must name one of the options' hosts and, when a web page made it, come from that very host and port:
-    another site, another port of this machine and a rebound DNS name are all refused. A POST must be JSON, so that no
-    form can make one. Where any host will do, a web page, and the Explorer, must still name an address.
+    A request must name an address or `localhost` (which no DNS name that is rebound to this machine can be), the host
+    that is listened on, or one of `allowed_hosts`; without these, and not on loopback, a program may name anything. A
+    web page must come from the very host and port that it names, which a wildcard alone does not allow; and whoever
+    asks for the Explorer is taken for a page. A POST must be JSON, so that no form can make one.
     """
 
     def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
-        self._app, self._bridge, self._options = app, bridge, bridge.options
-        hosts = [re.escape(name.lower()).replace(r"\*", _ANY_HOST) for name in self._options.allowed_hosts or ()]
-        own = urlsplit(self._options.url).netloc.lower()
-        hosts = hosts or [_LOCAL_HOST if re.fullmatch(_LOCAL_HOST, own) else _ANY_HOST]
-        self._hosts = re.compile("|".join(hosts), re.ASCII)
-        hosts = [_ADDRESS if host == _ANY_HOST else host for host in hosts]
-        self._page_hosts = re.compile("|".join(hosts), re.ASCII)
+        self._app = app
+        self._bridge = bridge
+        self._options = bridge.options
+        self._own_host = self._options.host.lower()
+        self._allowed = [pattern.lower() for pattern in self._options.allowed_hosts or ()]
+        if not self._allowed and not _LOOPBACK.fullmatch(self._own_host):
+            self._allowed = ["*"]
+        self._allowed_pages = [pattern for pattern in self._allowed if re.search(r"\w", pattern.split(":")[0])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import ClientDisconnect
+        from starlette.websockets import WebSocketClose
 
-        app = (self._refusal(scope) if scope["type"] == "http" else None) or self._app
-        counted = self._bridge.activity if scope.get("method") == "POST" else contextlib.nullcontext()
-        with counted, contextlib.suppress(ClientDisconnect):
+        app = self._app
+        if scope["type"] == "websocket":
+            app = WebSocketClose()
+        elif scope["type"] == "http":
+            app = self._refusal(scope) or app
+            # No stream can be resumed: who wants to is given a new one.
+            headers = [header for header in scope["headers"] if header[0] != b"last-event-id"]
+            scope = {**scope, "headers": headers}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(ClientDisconnect))
+            if scope.get("method") == "POST":  # a GET may be a stream without an end
+                self._bridge.activity.begin()
+                stack.callback(self._bridge.activity.end)
             await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         from starlette.datastructures import Headers
         from starlette.responses import PlainTextResponse
 
-        headers, options = Headers(scope=scope), self._options
-        host, origins = headers.get("host", "").lower(), {origin.lower() for origin in headers.getlist("origin")}
-        by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
-        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-        faults = {
-            (421, "Invalid Host header"): not (self._page_hosts if by_page else self._hosts).fullmatch(host),
-            (403, "Invalid Origin header"): not origins <= {f"http://{host}", f"https://{host}"},
-            (415, "Content-Type must be application/json"): scope["method"] == "POST" and not is_json,
-            (400, "No stream can be resumed"): "last-event-id" in headers,  # the SDK would go without an answer
-            (503, "Server is shutting down"): self._bridge.closing,
-        }
-        for (status, fault), holds in faults.items():
-            if holds:
-                logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
-                return PlainTextResponse(fault, status)
-        return None
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        origins = {origin.lower() for origin in headers.getlist("origin")}
+        # A page's own GET carries no Origin.
+        by_page = origins or (self._options.explorer and f"{self._options.explorer_prefix}/" in scope["path"])
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not self._is_accepted(host, self._allowed_pages if by_page else self._allowed):
+            status, fault = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
+        elif not origins <= {f"http://{host}", f"https://{host}"}:
+            status, fault = 403, "Invalid Origin header: a web page must come from the host that it names"
+        elif scope["method"] == "POST" and media_type != "application/json":
+            status, fault = 415, "Content-Type must be application/json"
+        elif not unquote(scope["query_string"]).isprintable():  # the SDK logs a part of it as it is
+            status, fault = 400, "Invalid query"
+        elif self._bridge.closing:
+            status, fault = 503, "Server is shutting down"
+        else:
+            return None
+        logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
+        return PlainTextResponse(fault, status)
+
+    def _is_accepted(self, host: str, allowed: list[str]) -> bool:
+        """Whether a request may name `host`, a Host header in lower case."""
+        named = _HOST.fullmatch(host)
+        if named is None:
+            return False
+        if named[1] == self._own_host or _ADDRESS.fullmatch(named[1]):
+            return True
+        return any(fnmatchcase(host, pattern) for pattern in allowed)
+
+
+class _SessionOwner:
+    """ASGI middleware behind the user's own: a session belongs to the caller who opened it; to others there is none.
+
+    The SDK sees to that for users of its own kind, so any other caller becomes one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+        from mcp.server.auth.provider import AccessToken
+        from starlette.requests import Request
+
+        if "user" in scope and not isinstance(scope["user"], AuthenticatedUser):
+            caller = None
+            with contextlib.suppress(Exception):  # who cannot be read is nobody, and each call of his fails
+                caller = _caller(Request(scope))
+            if caller is not None:
+                token = AccessToken(token="", client_id=caller.id, scopes=[])
+                scope = {**scope, "user": AuthenticatedUser(token)}
+        await self._app(scope, receive, send)
 
 
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
@@ -2101,7 +2151,8 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     routes += _own_routes(bridge)
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
-    middleware = [bounded, Middleware(cast(Any, _Guard), bridge=bridge), *(options.middleware or ())]
+    guard = Middleware(cast(Any, _Guard), bridge=bridge)
+    middleware = [bounded, guard, *(options.middleware or ()), Middleware(_SessionOwner)]
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
     app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
@@ -2264,7 +2315,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                     await self._refuse(line)
                 continue
             if isinstance(message, JSONRPCRequest):
-                self._bridge.activity.__enter__()  # until it is answered, or never will be as it has been cancelled
+                self._bridge.activity.begin()  # until it is answered, or never will be as it has been cancelled
             yield SessionMessage(message, settling)
         gone = ErrorData(code=-32000, message="Connection closed")
         for request_id in self._asked:  # nobody is left to answer; of what has been answered, this is let pass
@@ -2286,7 +2337,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
                 await self._settle()
 
     async def _settle(self) -> None:
-        self._bridge.activity.__exit__()
+        self._bridge.activity.end()
 
     async def _write(self, message: JSONRPCMessage) -> None:
         """One at a time, or all would be text in memory while nobody reads; until most is read or the client gone."""

@@ -1,20 +1,22 @@
 """Who is calling: what ASGI middleware before the server found out becomes the Identity of the call (design, "Who is
-calling"). Real middleware, Starlette's and the SDK's; per request, in both eras, over both transports."""
+calling"). Real middleware, Starlette's and the SDK's; from 2026-07-28 per request, and in a handshake session whoever
+opened it, over both transports."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import httpx2
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleError, Registry
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of
+from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
@@ -23,7 +25,9 @@ from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
 from mcp.server.auth.provider import AccessToken
 from mcp_types import ElicitResult, InputRequiredResult
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
+from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
+from test_eras import ACCEPT, initialize_params, message
 
 from apcore_mcp import async_serve, elicit
 
@@ -140,13 +144,21 @@ async def signed(
         yield session
 
 
-@pytest.mark.parametrize(
-    ("mode", "transport"), [(HANDSHAKE, "streamable-http"), (MODERN, "streamable-http"), (HANDSHAKE, "sse")]
-)
-async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request(mode: str, transport: str) -> None:
-    async with signed(registry_of({"whoami": whoami}), mode, transport) as session:
-        for name in (None, "alice", "named", "7", "foreign", "", "bob"):
+CALLERS = (None, "alice", "named", "7", "foreign", "", "bob")
+
+
+async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request() -> None:
+    async with signed(registry_of({"whoami": whoami})) as session:
+        for name in CALLERS:
             session.caller = name
+            expected = [name, "user", "read", "write"] if name else None
+            assert await session.call("whoami") == {"caller": expected}, name
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_a_call_in_a_session_is_made_by_whoever_opened_it(transport: str) -> None:
+    for name in CALLERS:
+        async with signed(registry_of({"whoami": whoami}), HANDSHAKE, transport, caller=name) as session:
             expected = [name, "user", "read", "write"] if name else None
             assert await session.call("whoami") == {"caller": expected}, name
 
@@ -158,8 +170,7 @@ async def test_a_bearer_token_stands_for_its_subject_or_else_its_client(mode: st
 
 
 async def test_a_caller_who_cannot_be_read_is_nobody_else(mode: str) -> None:
-    async with signed(registry_of({"whoami": whoami}), mode) as session:
-        session.caller = "unreadable"
+    async with signed(registry_of({"whoami": whoami}), mode, caller="unreadable") as session:
         result = await session.client.call_tool("whoami")
     assert (result.is_error, result.content[0].text) == (True, "Internal error occurred")  # type: ignore[union-attr]
     assert "hunter2" not in result.model_dump_json()
@@ -173,9 +184,10 @@ async def test_without_middleware_every_caller_is_anonymous(mode: str) -> None:
 async def test_an_acl_decides_by_role_over_http(mode: str) -> None:
     rules = [ACLRule(callers=["@external"], targets=["whoami"], effect="allow", conditions={"roles": ["write"]})]
     acl = ACL(rules=rules, default_effect="deny")
-    async with signed(Executor(registry_of({"whoami": whoami}), acl=acl), mode) as session:
+    executor = Executor(registry_of({"whoami": whoami}), acl=acl)
+    async with signed(executor, mode) as session:
         assert (await session.client.call_tool("whoami")).is_error
-        session.caller = "alice"
+    async with signed(executor, mode, caller="alice") as session:
         assert await session.call("whoami") == {"caller": ["alice", "user", "read", "write"]}
 
 
@@ -217,20 +229,19 @@ async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pyte
     rules = [ACLRule(callers=["@external"], targets=["t.*"], effect="allow")]
     executor = Executor(registry_of(modules), acl=ACL(rules=rules, default_effect="deny"))
     begun = re.compile("Tool call|Question of|output_formatter|.* is let through")
-    async with signed(executor, mode, output_formatter=formatter) as session:
-        for caller, named in ((None, ""), ("alice", " (caller: alice)")):
-            session.caller = caller
+    for caller, named in ((None, ""), ("alice", " (caller: alice)")):
+        async with signed(executor, mode, caller=caller, output_formatter=formatter) as session:
             caplog.clear()
             for name in (*modules, "nope.x"):
                 await session.client.call_tool(name)
             lines = [record.getMessage() for record in caplog.records if begun.match(record.getMessage())]
-            assert f"Tool call: t.whoami{named}" in lines
-            assert f"Tool call: nope.x{named}" in lines
-            assert f"Tool call error: door.open{named} - ACLDeniedError: Access denied: None -> door.open" in lines
-            assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
-            assert len([line for line in lines if line.startswith("Tool call error")]) == 5
-            assert len([line for line in lines if line.startswith("output_formatter")]) == 2
-            assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
+        assert f"Tool call: t.whoami{named}" in lines
+        assert f"Tool call: nope.x{named}" in lines
+        assert f"Tool call error: door.open{named} - ACLDeniedError: Access denied: None -> door.open" in lines
+        assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
+        assert len([line for line in lines if line.startswith("Tool call error")]) == 5
+        assert len([line for line in lines if line.startswith("output_formatter")]) == 2
+        assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
 
 
 async def test_a_caller_who_cannot_be_read_is_told_nothing_about_it() -> None:
@@ -263,7 +274,68 @@ async def test_only_who_began_a_call_can_go_on_with_it() -> None:
         assert result.structured_content == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
 
 
-async def test_a_session_of_the_handshake_era_asks_and_is_answered_by_the_same_caller() -> None:
-    async with signed(registry_of({"ask": ask}), HANDSHAKE) as session:
-        session.caller = "alice"
-        assert await session.call("ask") == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
+@pytest.fixture
+def authenticated() -> Iterator[str]:
+    """The base URL of a server behind `AuthenticationMiddleware`, with a module that asks."""
+    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
+    with serving(registry_of({"ask": ask}), middleware=middleware) as url:
+        yield url
+
+
+def opening(**headers: str) -> dict[str, Any]:
+    """What httpx posts to open a session as a client that can be asked."""
+    params = initialize_params("2025-11-25") | {"capabilities": {"elicitation": {}}}
+    return {"json": message("initialize", params), "headers": ACCEPT | headers}
+
+
+STRANGERS: list[dict[str, str]] = [{"X-User": "bob"}, {"X-User": ""}, {}]
+"""Another caller, one who is known not to be authenticated, and one who says nothing."""
+
+
+def test_a_handshake_session_belongs_to_the_caller_who_opened_it(authenticated: str) -> None:
+    """To another it does not exist: he can neither use, follow nor end it, nor answer its owner's questions."""
+    alice = {"X-User": "alice"}
+    with httpx.Client(base_url=authenticated, timeout=30) as client:
+        opened = client.post("/mcp", **opening(**alice))
+        owner = ACCEPT | alice | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
+        call = message("tools/call", {"name": "ask", "arguments": {}}, 2)
+        with client.stream("POST", "/mcp", json=call, headers=owner) as stream:
+            data = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+            question = next(data)
+            assert question["method"] == "elicitation/create"
+            yes = {"jsonrpc": "2.0", "id": question["id"], "result": {"action": "accept", "content": {}}}
+            for stranger in STRANGERS:
+                session = {name: value for name, value in owner.items() if name != "X-User"} | stranger
+                for body in (yes, message("tools/list")):
+                    assert client.post("/mcp", json=body, headers=session).status_code == 404
+                with client.stream("GET", "/mcp", headers=session) as followed:
+                    assert followed.status_code == 404
+                assert client.delete("/mcp", headers=session).status_code == 404
+            assert client.post("/mcp", json=yes, headers=owner).status_code == 202
+            result = next(data)["result"]["structuredContent"]
+        assert result == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
+        assert client.delete("/mcp", headers=owner).status_code == 200
+
+
+def test_a_session_that_nobody_was_authenticated_for_is_not_of_somebody(authenticated: str) -> None:
+    with httpx.Client(base_url=authenticated, timeout=30) as client:
+        session = ACCEPT | {"Mcp-Session-Id": client.post("/mcp", **opening()).headers["mcp-session-id"]}
+        assert client.post("/mcp", json=message("ping"), headers=session | {"X-User": "alice"}).status_code == 404
+        assert client.post("/mcp", json=message("ping"), headers=session).status_code == 200
+
+
+def test_over_sse_too_a_session_belongs_to_the_caller_who_opened_it() -> None:
+    """Its id stands in a URL, which logs and proxies keep."""
+    alice = {"X-User": "alice"}
+    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(registry_of({"ask": ask}), transport="sse", middleware=middleware))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+        stream = stack.enter_context(client.stream("GET", "/sse", headers=alice))
+        data = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+        endpoint = next(data)
+        ping = message("ping")
+        for stranger in STRANGERS:
+            assert client.post(endpoint, json=ping, headers=stranger).status_code == 404
+        assert client.post(endpoint, json=ping, headers=alice).status_code == 202
+        assert json.loads(next(data)) == {"jsonrpc": "2.0", "id": 1, "result": {}}

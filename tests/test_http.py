@@ -144,13 +144,41 @@ async def test_an_sse_stream_opens_for_get_alone(method: str) -> None:
         assert (response.status_code, "GET" in response.headers["allow"]) == (405, True)
 
 
-def test_a_stream_that_a_client_wants_to_resume_is_refused_and_a_new_one_is_not() -> None:
+def test_who_wants_to_resume_a_stream_is_given_a_new_one() -> None:
+    """MCP "Listening for Messages": a stream, or 405 where there is none; nothing is kept to send once more."""
     with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
         _, session = handshake(client, f"{url}/mcp")
-        told = {"Last-Event-ID": 400, "X": 200}
-        for header, status in told.items():
-            with client.stream("GET", f"{url}/mcp", headers=session | {header: "7"}) as stream:
-                assert stream.status_code == status
+        with client.stream("GET", f"{url}/mcp", headers=session | {"Last-Event-ID": "7"}) as stream:
+            assert (stream.status_code, stream.headers["content-type"]) == (200, "text/event-stream")
+        resumed = {"Last-Event-ID": "7"}
+        assert client.get(f"{url}/mcp", headers=ACCEPT | {"MCP-Protocol-Version": MODERN} | resumed).status_code == 405
+        assert client.post(f"{url}/mcp", json=message("ping"), headers=session | resumed).status_code == 200
+
+
+async def test_what_is_no_http_request_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A WebSocket, which has a path and headers but no method."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    for transport, path in (("streamable-http", "/mcp"), ("sse", "/messages/"), ("sse", "/explorer/")):
+        async with async_serve(registry_of(), transport=transport, explorer=True) as app:
+            headers = [(b"host", b"127.0.0.1")]
+            await app({"type": "websocket", "path": path, "headers": headers, "subprotocols": []}, receive, send)
+    assert sent == ["websocket.close"] * 3
+
+
+def test_a_query_cannot_write_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(registry_of(), transport="sse") as url:
+        for character in ("%0A", "%0D", "%1B", "%C2%85", "%E2%80%A8"):
+            address = f"{url}/messages/?session_id=0{character}forged"
+            assert httpx.post(address, json=message("ping")).status_code == 400
+        assert httpx.post(f"{url}/messages/?session_id=0 or 1", json=message("ping")).status_code == 400
+    assert [text for text in caplog.messages if not text.isprintable()] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
@@ -379,8 +407,19 @@ LOOPBACK_ONLY = {
     ("LOCALHOST", None): 200,
     ("127.0.0.1", "http://127.0.0.1"): 200,
     ("[::1]:1", None): 200,
+    ("192.0.2.1:1", None): 200,  # no name that is rebound, but what another machine or a container asks for
     ("evil.example", None): 421,
     ("127.0.0.1:@evil.example", None): 421,
+    ("evil@127.0.0.1", None): 421,
+    ("127.0.0.1.evil.example", None): 421,
+    ("", None): 421,
+}
+ANY_NAME = {
+    ("any.example", None): 200,
+    ("any.example:8000", None): 200,
+    ("any.example:8000", "http://any.example:8000"): 421,  # a page whose name may have been rebound to us
+    ("192.0.2.1:8000", "http://192.0.2.1:8000"): 200,
+    ("localhost:8000", "http://localhost:8000"): 200,
 }
 
 
@@ -398,7 +437,10 @@ LOOPBACK_ONLY = {
                 ("port.example:8443", None): 200,
                 ("port.example:8444", None): 421,
                 ("evil.example", None): 421,
-                ("127.0.0.1:8000", None): 421,
+                ("127.0.0.1:8000", None): 200,  # a probe, or the developer's own machine
+                ("192.0.2.1:8000", None): 200,
+                ("localhost", "http://localhost"): 200,
+                ("localhost", "http://evil.example"): 403,
             },
             id="given-names",
         ),
@@ -410,11 +452,31 @@ LOOPBACK_ONLY = {
         pytest.param(
             {"allowed_hosts": ["*", "*.tools.example"]},
             {
-                ("any.example:1", None): 200,
-                ("any.example:1", "http://any.example:1"): 421,
+                **ANY_NAME,
                 ("my.tools.example", "https://my.tools.example"): 200,
+                ("my.tools.example", "https://other.tools.example"): 403,
             },
             id="any-name-given",
+        ),
+        pytest.param({"allowed_hosts": ["*:8000"]}, ANY_NAME | {("any.example", None): 421}, id="any-name-at-a-port"),
+        pytest.param(
+            {"allowed_hosts": ["*:*", "*.*"]}, ANY_NAME | {("any.example:1", None): 200}, id="any-name-at-any-port"
+        ),
+        pytest.param(
+            {"host": "MyBox"},
+            {
+                ("mybox:8000", "http://mybox:8000"): 200,
+                ("mybox:1", None): 200,
+                ("any.example", None): 200,
+                ("any.example", "http://any.example"): 421,
+                ("mybox:8000", "http://mybox:1"): 403,
+            },
+            id="its-own-name",
+        ),
+        pytest.param(
+            {"host": "MyBox", "allowed_hosts": ["tools.example"]},
+            {("mybox:8000", "http://mybox:8000"): 200, ("any.example", None): 421},
+            id="its-own-name-beside-another",
         ),
         pytest.param(
             {"host": "0.0.0.0"},
@@ -463,6 +525,40 @@ async def test_no_mount_point_hides_the_explorer_from_the_check_of_its_host(root
     async with asgi_client(registry_of(), root_path=root_path, host="0.0.0.0", explorer=True) as client:
         for host, status in {"evil.example": 421, "192.0.2.1": 200}.items():
             assert (await client.get(path, headers={"Host": host})).status_code == status
+
+
+async def test_the_explorer_answers_at_the_address_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for options in ({"host": "mybox"}, {"host": "mybox", "allowed_hosts": ["tools.example"]}, {"host": "127.0.0.1"}):
+        options |= {"explorer": True, "allow_execute": True}
+        async with asgi_client(registry_of({"a.b": echo}), **options) as client:
+            told = {"Host": f"{options['host']}:8000", "Origin": f"http://{options['host']}:8000"}
+            assert (await client.get("/explorer/", headers={"Host": told["Host"]})).status_code == 200
+            assert (await client.post("/explorer/tools/a.b/call", json={}, headers=told)).status_code == 200
+
+
+@pytest.mark.parametrize("pattern", ["*", "*:8000", "*:*", "*.*:8000"])
+async def test_no_wildcard_lets_a_page_of_a_rebound_name_list_or_run_tools(pattern: str) -> None:
+    ran: list[object] = []
+    note = FunctionalModule(lambda inputs, context: ran.append(inputs) or {})
+    options: dict[str, Any] = {"allowed_hosts": [pattern], "explorer": True, "allow_execute": True}
+    host, origin = {"Host": "evil.example:8000"}, {"Origin": "http://evil.example:8000"}
+    async with asgi_client(registry_of({"a.b": note}), **options) as client:
+        assert (await client.get("/explorer/tools", headers=host)).status_code == 421
+        assert (await client.post("/explorer/tools/a.b/call", json={}, headers=host | origin)).status_code == 421
+        page = call("a.b", {})
+        assert (await client.post("/mcp", **page | {"headers": page["headers"] | host | origin})).status_code == 421
+        assert ran == []
+        assert (await client.post("/mcp", **page | {"headers": page["headers"] | host})).status_code == 200  # a program
+        assert ran == [{}]
+
+
+async def test_who_is_refused_is_told_which_option_lets_him_in(caplog: pytest.LogCaptureFixture) -> None:
+    async with asgi_client(registry_of(), allowed_hosts=["tools.example"]) as client:
+        refused = await client.get("/health", headers={"Host": "other.example"})
+    for told in (refused.text, caplog.messages[-1]):
+        assert "allowed_hosts" in told
+        assert "--allowed-hosts" in told
+    assert "other.example" in caplog.messages[-1]
 
 
 async def test_only_what_is_under_its_prefix_is_the_explorers() -> None:
