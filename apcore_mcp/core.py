@@ -67,7 +67,7 @@ from annotated_types import Predicate
 from apcore import Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, SchemaValidationError
 from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.bindings import BindingLoader
-from apcore.builtin_steps import BuiltinApprovalGate
+from apcore.builtin_steps import BuiltinApprovalGate, BuiltinExecute
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
 from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
@@ -221,6 +221,11 @@ class _Options:
             _validators()[field.name].validate_python(value)
         except ValidationError:
             raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
+        if isinstance(value, type) and field.name in (
+            "approval",
+            "metrics_collector",
+        ):  # a class looks like its objects
+            raise TypeError(f"{field.name} must be an object, got {value!r:.80}")
         if isinstance(value, str) and (choices := field.metadata.get("choices")):
             chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
             if chosen is None:
@@ -1255,7 +1260,8 @@ async def report_progress(
     module was not called through MCP (`context` may be None) or the client asked for no progress. TypeError or
     ValueError for what is no number. Source: SRS FR-EXT-001.
     """
-    if context is not None and (send := context.data.get(MCP_PROGRESS_KEY)):
+    send = _given(context, MCP_PROGRESS_KEY)
+    if send is not None:
         await send(progress, total, message)
 
 
@@ -1267,15 +1273,34 @@ async def elicit(
     Returns what the user filled in, a dict that `requested_schema` accepts (an object with properties of simple types;
     none means a bare confirmation). None when the user declined, cancelled or filled in something else, the client
     cannot ask, or the module was not called through MCP (`context` may be None). `key` names the question on the wire
-    (from 2026-07-28). The module's own timeout goes on meanwhile. ValueError for a question that no form can ask.
+    (from 2026-07-28). The module's own timeout goes on meanwhile: once it is over, or the call is cancelled, this
+    raises ExecutionCancelledError. ValueError for a question that no form can ask.
     Source: SRS FR-EXT-002; MCP "Elicitation".
     """
-    ask = context.data.get(MCP_ELICIT_KEY) if context is not None else None
-    return await ask(message, requested_schema, key) if ask else None
+    ask = _given(context, MCP_ELICIT_KEY)
+    if ask is None:
+        return None
+    token: CancelToken = getattr(context, "cancel_token", None) or CancelToken()
+    token.check()
+    answer: dict[str, Any] | None = await ask(message, requested_schema, key)
+    token.check()  # or a module that was told to end meanwhile, by its timeout, would act on the answer
+    return answer
 
 
-# From here on a server may not send requests: it answers `input_required` instead (MCP "Multi Round-Trip Requests").
-_PARKING_VERSION = "2026-07-28"
+def _given(context: object, key: str) -> Any:
+    """What the server of a call put into its context; None for a context, or anything else, without an MCP client."""
+    data = getattr(context, "data", None)
+    return data.get(key) if isinstance(data, Mapping) else None
+
+
+def _is_modern(version: str) -> bool:
+    """Whether a protocol version is of the era that begins with 2026-07-28, and not of the handshake's before it.
+
+    From then on a server sends no requests: it answers `input_required` (MCP "Multi Round-Trip Requests").
+    """
+    return version >= "2026-07-28"
+
+
 _PARKED_SECONDS = 600.0  # how long a call waits for its user's answer before it is cancelled
 _PARKED_MAX = 1_000  # how many calls may wait; one more is given up
 _CALL_KEY = "_mcp_call"
@@ -1300,17 +1325,22 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
     return name, request
 
 
+# Where the caller's name may stand, in this order: the SDK's bearer user calls himself like the client that acts for
+# him, who may act for many.
+_CALLER_NAMES = (("access_token", "subject"), ("access_token", "client_id"), ("", "identity"), ("", "display_name"))
+
+
 def _caller(request: Request | None) -> Identity | None:
     """Whom ASGI middleware authenticated as the maker of a request; None for nobody, and on stdio."""
-    scope = {} if request is None else request.scope
-    if not getattr(user := scope.get("user"), "is_authenticated", False):
+    user = None if request is None else request.scope.get("user")
+    if request is None or not getattr(user, "is_authenticated", False):
         return None
-    roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
-    # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
-    for name in ("access_token.subject", "access_token.client_id", "identity", "display_name"):
+    roles = tuple(getattr(request.scope.get("auth"), "scopes", None) or ())
+    for holder, attribute in _CALLER_NAMES:
         with contextlib.suppress(AttributeError, NotImplementedError):
-            if said := functools.reduce(getattr, name.split("."), user):
-                return Identity(str(said), roles=roles)
+            name = getattr(getattr(user, holder) if holder else user, attribute)
+            if name:
+                return Identity(str(name), roles=roles)
     return Identity(str(user), roles=roles)
 
 
@@ -1319,68 +1349,118 @@ def _label(name: str, caller: Identity | None) -> str:
     return name if caller is None else f"{name} (caller: {caller.id})"
 
 
+_State = Literal["runs", "asks", "parked", "cancelled", "ended"]
+# What a call is, and what it may become (any other move is none).
+_NEXT_STATES: dict[_State, tuple[_State, ...]] = {
+    # The module works, and a request waits for its end. It asks when, from 2026-07-28, the module does.
+    "runs": ("asks", "cancelled", "ended"),
+    # A question is to be the answer to the request that waits; then the call is parked. It runs when the module gives
+    # the question up before.
+    "asks": ("runs", "parked", "cancelled", "ended"),
+    # No request waits, and nothing can be sent, until a retry brings the answer (it runs) or none (it asks again).
+    "parked": ("runs", "asks", "cancelled", "ended"),
+    # It was told to end: by its token, as a task.
+    "cancelled": ("ended",),
+    # The result is there, for the request that waits, or for the retry of a call that was parked.
+    "ended": (),
+}
+
+
+_DONE = Future[None]()
+_DONE.set_result(None)
+
+
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `turn` is set when the request that waits is to be answered: the task has ended or, from 2026-07-28, a question is
-    open. Then the request is answered with the question, and a later one brings the answer. `session` belongs to the
-    request that waits; it is None while none does, and then nothing is sent.
-    One question at a time: a module that asks two at once is asked for them in turn.
+    `turn` is set while the request that waits, the one that was attached last, can be answered: the call asks or has
+    ended. One question at a time: a module that asks two at once is asked for them in turn. What stands in the
+    context of its modules works from any thread and loop, as a sync module may run an async one in a loop of its own.
     """
 
     task: asyncio.Task[dict[str, Any]]
 
     def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, caller: Identity | None) -> None:
-        self.tool, self.arguments, self.options, self.caller = tool, arguments, options, caller
+        self.tool = tool
+        self.arguments = arguments
+        self.options = options
+        self.caller = caller
         self.label = _label(tool.module_id, caller)
         self.session: ServerSession | None = None
         self.meta: Mapping[str, Any] = {}
-        self.parks = self.can_ask = False
+        self.parks = False
+        self.can_ask = False
         self.involved: dict[str, Any] = {}  # the modules that it called, its own included
-        self.token, self.turn, self._asking = CancelToken(), asyncio.Event(), asyncio.Lock()
-        self._loop, self.told = asyncio.get_running_loop(), -math.inf
+        self.state: _State = "runs"
+        self.token = CancelToken()
+        self.turn = asyncio.Event()
+        self.told = -math.inf
         self.question: tuple[str, dict[str, Any]] = ("", {})
-        self.answer: asyncio.Future[Any] = self._loop.create_future()
+        self.answer: asyncio.Future[Any] | None = None
+        self._asking = asyncio.Lock()
+        self._unsent: Future[None] = _DONE  # what was last reported from another loop
+        self._loop = asyncio.get_running_loop()
 
-    def from_any_loop(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-        # A sync module that calls an async one runs it in a thread and a loop of its own.
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            work = method(*args, **kwargs)
-            if asyncio.get_running_loop() is self._loop:
-                return await work
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-        return call
+    def move(self, state: _State) -> bool:
+        """Become what it may become; whether it did."""
+        if state not in _NEXT_STATES[self.state]:
+            return False
+        self.state = state
+        if state in ("asks", "ended"):
+            self.turn.set()
+        else:
+            self.turn.clear()
+        return True
 
     def attach(self, ctx: RequestContext) -> None:
         """Let `ctx` be the request that waits for the next answer."""
-        self.session, self.meta, self._request_id = ctx.session, ctx.meta or {}, ctx.request_id
-        self.parks = ctx.protocol_version >= _PARKING_VERSION
+        self.session = ctx.session
+        self.meta = ctx.meta or {}
+        self._request_id = ctx.request_id
+        self.parks = _is_modern(ctx.protocol_version)
         declared = ctx.session.client_capabilities and ctx.session.client_capabilities.elicitation
         # A server without sessions may be one of many, and the answer reach another than asked.
         way_back = not self.options.stateless if self.parks else ctx.session.can_send_request
         self.can_ask = way_back and bool(declared and (declared.form or not declared.url))
 
+    def cancel(self) -> None:
+        """Tell it to end: code that looks at its CancelToken, and the coroutines that run for it."""
+        if self.move("cancelled"):
+            self.token.cancel()
+            self.task.cancel()
+
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
-        if self.session is not None and self.told < number <= sys.float_info.max:  # more ends the SDK's client
+        if asyncio.get_running_loop() is not self._loop:
+            if self._unsent.done():
+                self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
+                # Not for ever: the loop stands still while an async module waits for `executor.call()`.
+                await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
+        elif (
+            self.session is not None and self.state == "runs" and self.told < number <= sys.float_info.max
+        ):  # more ends the SDK's client
             self.told = number
             await self.session.report_progress(number, whole, message if message is None else _text_of(message))
 
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> dict[str, Any] | None:
+        if asyncio.get_running_loop() is not self._loop:
+            work = self.elicit(message, requested_schema, key)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         question = _question(message, requested_schema, key)
         schema = question[1]["params"]["requestedSchema"]
         async with self._asking:
-            if self.session is None or not self.can_ask:
+            if self.session is None or not self.can_ask or self.state in ("cancelled", "ended"):
                 return None
-            if self.parks:
-                self.question, self.answer = question, self._loop.create_future()
-                self.turn.set()
-            else:
+            self.question = question
+            if not self.parks:
                 self.answer = asyncio.ensure_future(self.session.elicit_form(message, schema, self._request_id))
+            else:
+                self.answer = self._loop.create_future()
+                if self.state == "runs":  # or the retry of the question before it is answered with this one
+                    self.move("asks")
             try:
                 answer = await self.answer
                 content = dict(answer.content or {}) if answer and answer.action == "accept" else None
@@ -1390,33 +1470,79 @@ class _Call:
             except Exception as error:  # the client's fault or its connection's: the module goes on without
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
                 return None
+            finally:
+                if self.state == "asks":
+                    self.move("runs")
 
 
-def _locals(coroutine: Any) -> list[Any]:
-    return [*inspect.getcoroutinelocals(coroutine).values()] if inspect.iscoroutine(coroutine) else []
+# For what modules call without its context. Weak, as timers and tasks that outlive a call keep a copy of its context.
+_CURRENT = contextvars.ContextVar[weakref.ref[_Call] | None](_CALL_KEY, default=None)
 
 
-def _cancel(calls: Iterable[_Call]) -> None:
-    """End calls, once: their CancelTokens for code that looks at them, their coroutines where they are some."""
-    # apcore runs a coroutine in a task of its own that outlives `call_async`, and gives no handle on it; the context it
-    # was called with tells whose it is.
-    running = [call for call in calls if not call.token.is_cancelled]
-    tasks = {call.task for call in running}
-    for call in running:
-        call.token.cancel()
-        call.answer.cancel()
-    for task in asyncio.all_tasks():
-        if any(type(value) is Context and value.data.get(_CALL_KEY) in running for value in _locals(task.get_coro())):
-            tasks.add(task)
-    for task in tasks - {asyncio.current_task()}:
-        task.cancel()
-        # What it, or a thread it waits for, still raises is nobody's: asyncio would log it, and it may quote secrets.
-        ended: list[asyncio.Future[Any]] = [task]
-        coroutine: Any = task.get_coro()
-        while coroutine := getattr(coroutine, "cr_await", None):
-            ended += [value for value in _locals(coroutine) if isinstance(value, asyncio.Future)]
-        for future in ended:
-            future.add_done_callback(lambda future: future.cancelled() or future.exception())
+def _call_of(context: Context[Any]) -> _Call | None:
+    """The tool call that a module runs for, also where it was called by another without its context."""
+    call = context.data.get(_CALL_KEY)
+    if isinstance(call, _Call):
+        return call
+    reference = _CURRENT.get()
+    return None if reference is None else reference()
+
+
+class _Execution(BuiltinExecute):
+    """An Executor's step that runs a module, which for the calls of a server also ends it: in time, or when cancelled.
+
+    apcore runs a coroutine in a task of its own, which goes on when nobody waits for it any more; and a stream that
+    gives no further chunk is not held to the deadline of its call.
+    """
+
+    def __init__(self, step: BuiltinExecute) -> None:
+        vars(self).update(vars(step))
+        self._step = step
+
+    async def execute(self, ctx: PipelineContext) -> StepResult:
+        try:
+            result = await self._step.execute(ctx)
+        except (asyncio.CancelledError, ModuleTimeoutError) as error:
+            if _call_of(ctx.context) is not None:
+                _end_module(error)
+            raise
+        deadline = ctx.context.global_deadline
+        if ctx.output_stream is not None and deadline is not None and _call_of(ctx.context) is not None:
+            ctx.output_stream = _until(deadline, ctx.output_stream, ctx.module_id)
+        return result
+
+
+def _end_module(error: BaseException) -> None:
+    """Cancel what apcore's step waited for when it was interrupted by `error`; only its frame knows what that is."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is BuiltinExecute.execute.__code__:
+            for value in frame.f_locals.values():
+                if isinstance(value, asyncio.Future):
+                    value.cancel()
+                    value.add_done_callback(_silence)
+
+
+def _silence(future: asyncio.Future[Any]) -> None:
+    """What it still raises is nobody's: asyncio would log it, and it may quote secrets."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def _until(deadline: float, stream: AsyncIterator[Any], module_id: str) -> AsyncIterator[Any]:
+    """The chunks of a stream; ModuleTimeoutError when there is none at `deadline` (epoch seconds)."""
+    seconds = deadline - time.time()
+    async with contextlib.aclosing(cast(Any, stream)):
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.time()) as limit:
+                    chunk = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                if not limit.expired():  # it is the module's own
+                    raise
+                raise ModuleTimeoutError(module_id=module_id, timeout_ms=int(seconds * 1000)) from None
+            yield chunk
 
 
 class _ModuleThreads(ThreadPoolExecutor):
@@ -1437,8 +1563,6 @@ class _ModuleThreads(ThreadPoolExecutor):
         def call() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    for token in (arg.cancel_token for arg in args if isinstance(arg, Context) and arg.cancel_token):
-                        token.check()
                     future.set_result(context.run(fn, *args, **kwargs))
                 except BaseException as error:  # SystemExit included: the module's, not this thread's
                     # A future would never end with StopIteration.
@@ -1466,13 +1590,6 @@ class _ModuleThreads(ThreadPoolExecutor):
 _NOBODY = "Nobody can be asked"
 _CONTROL = "system.control."  # how the ids of apcore's modules begin that configure and reload the application
 _SHOWN_MAX = 500  # characters of one text in a question
-_RUNNING = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)  # for what modules call without its context
-
-
-def _call_of(context: Context[Any]) -> _Call | None:
-    """The tool call that a module runs for, also where it was called by another without its context."""
-    call = context.data.get(_CALL_KEY)
-    return call if isinstance(call, _Call) else _RUNNING.get()
 
 
 class ElicitationApprovalHandler(AlwaysDenyHandler):
@@ -1487,7 +1604,7 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
             return ApprovalResult(status="rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await call.from_any_loop(call.elicit)(_approval_question(request), schema, "approval")
+        answer = await call.elicit(_approval_question(request), schema, "approval")
         return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
 
@@ -1618,17 +1735,20 @@ class _ExecutionRouter:
         self._catalog, self.executor, self._options = catalog, executor, options
         self.place: Any = contextlib.nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
-        self.parked: dict[str, _Call] = {}
+        self.parked: dict[str, tuple[_Call, asyncio.Future[Any] | None]] = {}
         self.running: set[_Call] = set()
         strategy = executor.current_strategy
         for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _WatchfulApprovalGate):
                 strategy.replace(step.name, _WatchfulApprovalGate(step))
+            elif isinstance(step, BuiltinExecute) and not isinstance(step, _Execution):
+                strategy.replace(step.name, _Execution(step))
 
     def stop(self) -> None:
         """End what still runs or waits; who asked for it is told so. Nothing begins from then on."""
         self._stopped = True
-        _cancel(self.running)
+        for call in [*self.running]:
+            call.cancel()
         self.parked.clear()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
@@ -1655,41 +1775,45 @@ class _ExecutionRouter:
             return await self._reply(call)
 
     def _resume(self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]) -> _Call:
-        call = self.parked.get(state)
+        call, answer = self.parked.get(state) or (None, None)
         if call is None or call.caller != caller:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self.parked[state]
         call.attach(ctx)
-        if (key := call.question[0]) in responses or not call.can_ask:
-            if not call.answer.done():  # or the module has ended meanwhile
-                call.answer.set_result(responses.get(key))
-        else:  # it is asked once more
-            call.turn.set()
+        key = call.question[0]
+        if call.answer is None or call.answer.done():  # the module has given its question up, or has ended
+            call.move("runs")
+        elif call.can_ask and (answer is not call.answer or key not in responses):
+            call.move("asks")
+        else:
+            call.answer.set_result(responses.get(key))
+            call.move("runs")
         return call
 
     async def _reply(self, call: _Call) -> dict[str, Any]:
         """The call's result, or the question that it asks before."""
-        try:
-            await call.turn.wait()
-        except asyncio.CancelledError:
-            _cancel([call])
-            raise
-        if call.task.done():
-            call.session = None
+        while call.state not in ("asks", "ended"):
+            try:
+                await call.turn.wait()
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+        if call.state == "ended":
             return call.task.result()
-        call.turn.clear()
         if len(self.parked) == _PARKED_MAX:
-            _cancel([call])
+            call.cancel()
             raise _protocol_error(-32000, "Too many calls wait for their users' answers")
-        call.session, state = None, secrets.token_urlsafe(32)
-        self.parked[state] = call
+        call.move("parked")
+        state = secrets.token_urlsafe(32)
+        self.parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._expire, state)
         return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
 
     def _expire(self, state: str) -> None:
-        if call := self.parked.pop(state, None):
+        call, _ = self.parked.pop(state, (None, None))
+        if call is not None:
             logger.warning("Question of %s was not answered in time; its call is given up", call.label)
-            _cancel([call])
+            call.cancel()
 
     async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
         """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
@@ -1697,13 +1821,12 @@ class _ExecutionRouter:
         logger.debug("Tool call: %s", call.label)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
         trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
-        progress, question = call.from_any_loop(call.report), call.from_any_loop(call.elicit)
-        data = {_CALL_KEY: call, MCP_PROGRESS_KEY: progress, MCP_ELICIT_KEY: question}
+        data = {_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit}
         context: Context[Any] = Context.create(
             identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
         )
         self.running.add(call)
-        _RUNNING.set(call)
+        _CURRENT.set(weakref.ref(call))
         try:
             result = _success(tool, await self._run(call, context), formatter, call.label)
             # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
@@ -1712,10 +1835,8 @@ class _ExecutionRouter:
             return result
         except BaseException as error:  # a module may raise anything
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                _cancel([call])
+                call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-            if isinstance(error, ModuleTimeoutError):
-                _cancel([call])
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
                 required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
@@ -1724,10 +1845,10 @@ class _ExecutionRouter:
             mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
             return mapper.to_result(error)
         finally:
-            call.session = None
-            call.turn.set()
+            if call.answer is not None:
+                call.answer.cancel()
+            call.move("ended")
             self.running.discard(call)
-            _RUNNING.set(None)  # or call, task and context would hold each other, for the garbage collector to find
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
@@ -1849,7 +1970,7 @@ class _Bridge:
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
         if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
-        well_formed = connection.client_capabilities or ctx.protocol_version < _PARKING_VERSION
+        well_formed = connection.client_capabilities or not _is_modern(ctx.protocol_version)
         if ctx.method == "tools/list" and connection.initialize_accepted and well_formed:
             return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
         result = await call_next(ctx)
@@ -1866,7 +1987,7 @@ class _Bridge:
         client, names = ctx.session.client_params, self.options.tool_names
         dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
-        return {"tools": tools, **(self._fresh if ctx.protocol_version >= _PARKING_VERSION else {})}
+        return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
         """Those, or the templates, of which there are none: the SDK leaves out what is not of the method's result."""
@@ -1875,7 +1996,7 @@ class _Bridge:
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
         tool = self._documented().get(params.uri)
         if tool is None:
-            code = -32602 if ctx.protocol_version >= _PARKING_VERSION else -32002
+            code = -32602 if _is_modern(ctx.protocol_version) else -32002
             raise _protocol_error(code, "Resource not found", {"uri": params.uri})
         content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
         return {"contents": [content], **_FRESH}
@@ -1983,10 +2104,10 @@ class _Explorer:
         except (TypeError, ValueError):
             return {"error": "Request body must be a JSON object: the tool's arguments"}, 400
         call = _Call(tool, arguments, self._options, _caller(request))
-        running = call.task = asyncio.create_task(self._bridge.router.execute(call))
+        call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
-        gone.add_done_callback(lambda _: running.cancel())
-        result = await running
+        gone.add_done_callback(lambda _: call.cancel())
+        result = await call.task
         gone.cancel()
         text, *files = result["content"]
         if not result["isError"]:

@@ -16,10 +16,12 @@ import logging
 import math
 import os
 import queue
+import re
 import socket
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
@@ -31,8 +33,9 @@ import httpx
 import httpx2
 import mcp_types as types
 import pytest
-from apcore import ACLDeniedError, Context, Executor, ModuleAnnotations, Registry
+from apcore import ACLDeniedError, Config, Context, Executor, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
+from apcore.errors import ModuleTimeoutError
 from conftest import (
     HANDSHAKE,
     ROOT,
@@ -898,6 +901,197 @@ async def test_a_stopping_server_cancels_what_still_runs_after_the_grace_period(
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # design: "no traceback"
+
+
+def retrying(function: Any) -> Any:
+    """A decorator as retry, timing and tracing are written: its own coroutine runs, which hides the module's."""
+
+    async def inner(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            with contextlib.suppress(ConnectionError):
+                return await function(*args, **kwargs)
+            await asyncio.sleep(3600)
+        return {}
+
+    return inner
+
+
+DECORATED: dict[str, Any] = {"as-it-is": lambda function: function, "decorated": retrying}
+
+
+@pytest.mark.parametrize("decorate", DECORATED.values(), ids=DECORATED)
+@pytest.mark.parametrize("where", ["module", "below", "between-attempts", "without-its-context"])
+async def test_no_coroutine_of_a_cancelled_or_timed_out_call_goes_on(mode: str, where: str, decorate: Any) -> None:
+    running, ended = threading.Event(), queue.Queue[str]()
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if inputs.get("attempt") == "fails":
+            asyncio.get_running_loop().call_soon(running.set)
+            raise ConnectionError
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.put("work")
+            raise
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        try:
+            given = [] if inputs.get("alone") else [context]
+            return await context.executor.call_async("work", {}, *given)
+        finally:
+            ended.put("above")
+
+    modules: dict[str, Any] = {"work": decorate(work), "above": decorate(above), "echo": echo}
+    inputs: dict[str, Any] = {}
+    if where == "between-attempts":
+        inputs = {"attempt": "fails"}
+    elif where == "without-its-context":
+        inputs = {"alone": True}
+    name = "above" if where in ("below", "without-its-context") else "work"
+
+    async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        names = [getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()]
+        return {"left": [name for name in names if name.rpartition(".")[2] in ("work", "above", "inner")]}
+
+    if where == "between-attempts" and decorate is not retrying:
+        return  # there are none
+    for limit in ({}, {"resources": {"timeout": 300}}):
+        registry = registry_of({**modules, "tasks": tasks, name: FunctionalModule(modules[name], **limit)})
+        running.clear()
+        async with connect(registry, mode=mode) as client, asyncio.timeout(20):
+            call = asyncio.create_task(client.call_tool(name, inputs))
+            assert await asyncio.to_thread(running.wait, 10)
+            if limit:
+                assert "timed out" in (await call).content[0].text  # type: ignore[union-attr]
+            else:
+                call.cancel()
+                await asyncio.wait({call})
+            expected = {"work": ["work"], "above": ["above", "work"]}[name] if "attempt" not in inputs else []
+            assert sorted([await asyncio.to_thread(ended.get, timeout=10) for _ in expected]) == expected
+            while (await client.call_tool("tasks")).structured_content != {"left": []}:
+                assert asyncio.current_task(), "the timeout above is the limit"
+
+
+async def test_what_a_module_started_for_all_calls_outlives_the_call_that_was_cancelled(mode: str) -> None:
+    """A pool or a browser, started by whichever call comes first, serves the later ones."""
+    running = threading.Event()
+    pool: list[asyncio.Task[None]] = []
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if not pool:
+            pool.append(asyncio.create_task(asyncio.sleep(3600)))
+        if inputs:
+            running.set()
+            await asyncio.shield(pool[0])
+        return {"pool": "runs" if not pool[0].done() else "gone"}
+
+    async with connect({"work": work}, mode=mode) as client, asyncio.timeout(20):
+        call = asyncio.create_task(client.call_tool("work", {"wait": True}))
+        assert await asyncio.to_thread(running.wait, 10)
+        call.cancel()
+        await asyncio.wait({call})
+        for _ in range(20):
+            assert (await client.call_tool("work")).structured_content == {"pool": "runs"}
+
+
+async def test_a_module_that_catches_a_timeout_of_another_is_rid_of_it(mode: str) -> None:
+    ended = threading.Event()
+
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        with contextlib.suppress(ModuleTimeoutError):
+            await context.executor.call_async("slow", {}, context)
+        await asyncio.sleep(0)
+        return {"ended": await asyncio.to_thread(ended.wait, 10), "cancelled": context.cancel_token.is_cancelled}
+
+    modules = {"slow": FunctionalModule(slow, resources={"timeout": 50}), "above": above}
+    async with connect(modules, mode=mode) as client:
+        result = await client.call_tool("above")
+    assert result.structured_content == {"ended": True, "cancelled": False}
+
+
+@pytest.mark.parametrize("fault", ["hangs", "times-out-itself", "ends"])
+async def test_a_stream_that_gives_nothing_more_ends_with_its_calls_time(mode: str, fault: str) -> None:
+    closed = threading.Event()
+
+    class Stream(StreamingModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            try:
+                yield {"n": 1}
+                if fault == "hangs":
+                    await asyncio.Event().wait()
+                elif fault == "times-out-itself":
+                    raise TimeoutError("its own")
+            finally:
+                closed.set()
+
+    config = Config(data={"executor": {"global_timeout": 500, "default_timeout": 400}})
+    executor = Executor(registry_of({"stream": Stream([])}), config=config)
+    async with connect(executor, mode=mode) as client, asyncio.timeout(20):
+        result = await client.call_tool("stream", progress_callback=noting()[0])
+        told = result.content[0].text  # type: ignore[union-attr]
+        if fault == "hangs":
+            assert re.fullmatch(r"Module timed out after (4\d\d|500)ms", told)
+        elif fault == "times-out-itself":
+            assert told == "Internal error occurred"
+        else:
+            assert told == '{"n":1}'
+        assert await asyncio.to_thread(closed.wait, 10)
+
+
+async def test_a_module_that_blocks_its_loop_for_another_that_reports_is_answered(mode: str) -> None:
+    async def reporting(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in range(10):
+            await report_progress(context, number)
+        return {"done": True}
+
+    async def blocking(inputs: dict[str, Any], context: Any) -> Any:
+        return context.executor.call("reporting", {}, context)
+
+    async with connect({"reporting": reporting, "blocking": blocking}, mode=mode) as client, asyncio.timeout(10):
+        result = await client.call_tool("blocking", progress_callback=noting()[0])
+    assert result.structured_content == {"done": True}
+
+
+async def test_what_ended_calls_returned_is_freed_while_others_run(mode: str) -> None:
+    """A timer keeps its copy of a call's context variables until it rings, even one that was cancelled."""
+    proceed, running = asyncio.Event(), threading.Event()
+
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        await proceed.wait()
+        return {}
+
+    async def give(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(3600, print)
+        return {"text": "x" * 400_000}
+
+    async def finish(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        proceed.set()
+        return {}
+
+    async with connect({"slow": slow, "give": give, "finish": finish}, mode=mode) as client, asyncio.timeout(30):
+        waiting = asyncio.create_task(client.call_tool("slow"))
+        assert await asyncio.to_thread(running.wait, 10)
+        await client.call_tool("give")
+        tracemalloc.start()
+        try:
+            for _ in range(30):
+                await client.call_tool("give")
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 8_000_000  # not of every call
+        finally:
+            tracemalloc.stop()
+        await client.call_tool("finish")
+        await waiting
 
 
 # ---- Trace context ----

@@ -17,14 +17,17 @@ import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotations, Registry
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
-from apcore.errors import ApprovalDeniedError
+from apcore.errors import ApprovalDeniedError, ModuleTimeoutError
+from apcore.observability import MetricsCollector
 from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, connect, free_port, registry_of, serving
 from mcp import MCPError, StdioServerParameters
 from mcp.client import Client
@@ -151,6 +154,110 @@ async def test_questions_asked_at_once_each_get_their_own_answer(mode: str) -> N
         result = await client.call_tool("both")
     assert result.structured_content == {"one": {"name": "ONE"}, "two": {"name": "TWO"}}
     assert sorted(p.message for p in asked) == ["one", "two"]
+
+
+async def test_a_question_that_is_given_up_can_be_asked_again(mode: str) -> None:
+    """In both eras; from 2026-07-28 on, the retry of the first is answered with the second."""
+    asked: list[str] = []
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        asked.append(params.message)
+        if params.message == "First?":
+            await asyncio.wait_for(asyncio.to_thread(given_up.wait, 10), 20)
+        return accept(name=f"to {params.message}")
+
+    given_up = threading.Event()
+
+    async def ask_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(elicit(context, "First?", SCHEMA), 0.2)
+        asyncio.get_running_loop().call_later(0.2, given_up.set)  # once it has asked again
+        return {"answer": await elicit(context, "Second?", SCHEMA)}
+
+    arguments = {"elicitation_callback": answer}
+    async with connect({"ask": ask_twice}, mode=mode, client=arguments) as client, asyncio.timeout(30):
+        result = await client.call_tool("ask")
+    assert result.structured_content == {"answer": {"name": "to Second?"}}
+    assert asked == ["First?", "Second?"]
+
+
+@pytest.mark.parametrize("asks_again", [False, True], ids=["works-on", "asks-again"])
+async def test_the_answer_to_a_question_that_was_given_up_is_no_answer_to_another(asks_again: bool) -> None:
+    runs, given_up, proceed = [], threading.Event(), asyncio.Event()
+
+    async def impatient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(elicit(context, "First?", SCHEMA, key="name"), 0.2)
+        given_up.set()
+        if asks_again:
+            return {"answer": await elicit(context, "Second?", SCHEMA, key="name")}
+        await proceed.wait()
+        return {"answer": "none"}
+
+    async def finish(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        proceed.set()
+        return {}
+
+    async with wired({"ask": impatient, "finish": finish}) as wire:
+        _, _, state = await wire.question("ask")
+        assert await asyncio.to_thread(given_up.wait, 10)
+        answer = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
+        if asks_again:
+            _, message, again = await wire.question("ask", **answer)
+            assert message == "Second?"
+            answer = {"request_state": again, "input_responses": {"name": accept(name="Eve")}}
+            assert (await wire.call("ask", **answer)).structured_content == {"answer": {"name": "Eve"}}
+        else:
+            late = asyncio.create_task(wire.call("ask", **answer))
+            await wire.call("finish")
+            assert (await late).structured_content == {"answer": "none"}
+        await wire.refused(state)
+    assert runs == [1]
+
+
+async def test_a_module_that_has_timed_out_is_not_given_the_answer_to_its_question(mode: str) -> None:
+    """Nor may it ask another: it would act on it after its caller was told that it failed."""
+    told: queue.Queue[Any] = queue.Queue()
+    timed_out = threading.Event()
+
+    def sync(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            told.put(asyncio.run(elicit(context, "Delete?", SCHEMA)))
+        except BaseException as error:
+            told.put(type(error).__name__)
+        try:
+            told.put(asyncio.run(elicit(context, "Delete now?", SCHEMA)))
+        except BaseException as error:
+            told.put(type(error).__name__)
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await context.executor.call_async("sync", {}, context)
+        except ModuleTimeoutError:
+            timed_out.set()
+        told_later = [await asyncio.to_thread(told.get, timeout=10) for _ in range(2)]
+        return {"told": told_later}
+
+    asked: list[str] = []
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        asked.append(params.message)
+        assert await asyncio.to_thread(timed_out.wait, 10)
+        return accept(name="Ada")
+
+    modules = {"sync": FunctionalModule(sync, resources={"timeout": 300}), "above": above}
+    async with connect(modules, mode=mode, client={"elicitation_callback": answer}) as client, asyncio.timeout(30):
+        result = await client.call_tool("above")
+    assert result.structured_content == {"told": ["ExecutionCancelledError"] * 2}
+    assert asked == ["Delete?"]
+
+
+@pytest.mark.parametrize("context", [object(), 7, MagicMock(), SimpleNamespace(data=None), None], ids=type)
+async def test_whatever_has_no_client_behind_it_is_told_and_asked_nothing(context: Any) -> None:
+    await report_progress(context, 1)
+    assert await elicit(context, "") is None
 
 
 def form(**properties: Any) -> dict[str, Any]:
@@ -284,7 +391,7 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wired(modules: dict[str, Any] | Registry) -> AsyncIterator[Wire]:
+async def wired(modules: dict[str, Any] | Registry | Executor) -> AsyncIterator[Wire]:
     async with connect(modules, client=asking(accept())[0]) as client, asyncio.timeout(40):
         yield Wire(client)
 
@@ -387,7 +494,9 @@ async def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> No
         finally:
             ended.put(inputs["n"])
 
-    async with wired({"ask": patient}) as wire:
+    # apcore's own limits would run out while so many are asked.
+    config = Config(data={"executor": {"global_timeout": 0, "default_timeout": 0}})
+    async with wired(Executor(registry_of({"ask": patient}), config=config)) as wire:
         states = [(await wire.question("ask", {"n": n}))[2] for n in range(1000)]
         with pytest.raises(MCPError, match="Too many calls"):
             await wire.call("ask", {"n": 1000})
@@ -790,6 +899,14 @@ async def test_a_module_that_needs_no_approval_is_not_asked_about(mode: str) -> 
     async with connect({"wipe": module}, mode=mode, client=arguments, approval="require") as client:
         assert not (await client.call_tool("wipe")).is_error
     assert asked == []
+
+
+@pytest.mark.parametrize("handler", [AutoApproveHandler, ElicitationApprovalHandler])
+def test_a_class_is_no_approval_handler(handler: Any) -> None:
+    with pytest.raises(TypeError, match="approval must be an object"):
+        MCPServer(registry_of(), approval=handler)
+    with pytest.raises(TypeError, match="metrics_collector must be an object"):
+        MCPServer(registry_of(), metrics_collector=MetricsCollector)
 
 
 def test_an_unknown_approval_mode_is_refused_before_anything_starts() -> None:
