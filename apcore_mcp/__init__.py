@@ -1,10 +1,8 @@
 """Serve apcore modules to AI agents: as an MCP server, or as OpenAI tool definitions.
 
-    from apcore import Registry
-    from apcore_mcp import serve, to_openai_tools
+    from apcore_mcp import discover, serve, to_openai_tools
 
-    registry = Registry(extensions_dir="./extensions")
-    registry.discover()
+    registry = discover("extensions")  # an apcore Registry of the modules in that directory
 
     serve(registry)                    # a complete MCP server: every module is a tool
     tools = to_openai_tools(registry)  # or the same modules for OpenAI's API
@@ -20,6 +18,7 @@ from .core import (
     ElicitationApprovalHandler,
     MCPServer,
     async_serve,
+    discover,
     elicit,
     from_openai_call,
     from_openai_name,
@@ -28,7 +27,7 @@ from .core import (
     to_openai_tools,
 )
 
-__all__ = ["MCPServer", "async_serve", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
+__all__ = ["MCPServer", "async_serve", "discover", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
 # What a module may use, which stays callable without a server.
 __all__ += ["MCP_ELICIT_KEY", "MCP_PROGRESS_KEY", "ElicitationApprovalHandler", "elicit", "report_progress"]
 __all__ += ["__version__"]

@@ -15,39 +15,47 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from apcore import Registry
-
-from .core import _EXPORTS, _discover, _export, _Options, _options_of, _standard_streams, serve
+from . import __version__
+from .core import _EXPORTS, _export, _Folder, _Options, _options_of, _set_log_level, _standard_streams, serve
 
 _SWITCHES: dict[bool, Any] = {False: "store_true", True: argparse.BooleanOptionalAction}
+_AT_A_TERMINAL = """\
+This is a server on stdio: an MCP client starts it, and writes JSON where you type. To set up a client, add
+--export client. To try the tools in a browser, add --transport streamable-http --explorer --allow-execute.
+Ctrl-C ends it."""
+
+
+class _Version(argparse.Action):
+    """`--version TEXT` is what clients are told; alone it prints the version of this package."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, _: Any = None
+    ) -> None:
+        if value is None:
+            print(f"apcore-mcp {__version__}")
+            parser.exit()
+        namespace.version = value
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """The flags of the command line alone, and these with one flag for each option of `serve()`, from the option."""
-    own = argparse.ArgumentParser(add_help=False)
+    own = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     own.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
     own.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
     parser = argparse.ArgumentParser("apcore-mcp", parents=[own], description="Serve apcore modules as MCP tools.")
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
-    for option in (option for option in dataclasses.fields(_Options) if "help" in option.metadata):
-        switch = {"action": _SWITCHES[option.default]} if isinstance(option.default, bool) else {}
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata, **switch)
+    for option in dataclasses.fields(_Options):
+        if "help" in option.metadata:
+            flag = f"--{option.name.replace('_', '-')}"
+            # No "(default: None)" where nothing is the default.
+            default = argparse.SUPPRESS if option.default is None else option.default
+            switch: dict[str, Any] = {"action": _SWITCHES[option.default]} if isinstance(option.default, bool) else {}
+            if option.name == "version":
+                switch = {"action": _Version, "nargs": "?"}
+            parser.add_argument(flag, default=default, **option.metadata, **switch)
     parser.set_defaults(log_level="INFO")
     return own, parser
-
-
-def _check(options: dict[str, Any]) -> None:
-    """ValueError for what cannot be served, in the words of SRS FR-CLI-002, -004 and -005."""
-    path = options["extensions_dir"]
-    refusals = {
-        f"extensions directory does not exist: {path}": not os.path.exists(path),
-        f"extensions path is not a directory: {path}": not os.path.isdir(path),
-        "port must be between 1 and 65535": not 1 <= options["port"] <= 65535,
-        "server name must not be empty": not options["name"],
-    }
-    for refusal in (refusal for refusal, holds in refusals.items() if holds):
-        raise ValueError(refusal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,18 +64,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        _check(options)
-        directory, export = os.path.abspath(options.pop("extensions_dir")), options.pop("export")
-        checked = _options_of("apcore-mcp", Registry(extensions_dir=directory), **options)
+        directory = options.pop("extensions_dir")
+        export = options.pop("export", None)
+        registry = _Folder(directory)
+        # In the words of SRS FR-CLI-004 and -005.
+        if not 1 <= options["port"] <= 65535:
+            raise ValueError("port must be between 1 and 65535")
+        if not options["name"]:
+            raise ValueError("server name must not be empty")
+        checked = _options_of("apcore-mcp", registry, **options)
+        _set_log_level(checked)
+        if not export and checked.transport == "stdio" and os.isatty(0):
+            print(_AT_A_TERMINAL, file=sys.stderr)
         # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
         owns_stdout = export or checked.transport == "stdio"
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
             if export != "client":
-                _discover(directory, checked.registry)
+                registry.files.update()
             if not export:
-                serve(checked.registry, **options)
+                serve(registry, **options)
                 return 0
-            exported = _export(checked, export, ["--extensions-dir", directory, *own.parse_known_args(argv)[1]])
+            given = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
+            exported = _export(checked, export, given)
         # In UTF-8 whatever the terminal's encoding is, and though a module has closed or replaced `sys.stdout`.
         with open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stdout:
             print(exported, file=stdout)

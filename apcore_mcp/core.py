@@ -9,6 +9,7 @@ The file reads top to bottom; each room uses only what stands above it, and `gre
     Results      a module's output as an MCP result
     Errors       what went wrong, in a plain sentence for the client and in full for the log
     Documents    what a person reads of a tool
+    Files        a folder's modules: taken in, again when they change, and out when they go
     Catalog      the registry as a list of tools that follows it
     OpenAI       tools as function definitions, and a model's call back as a module's inputs
     Calls        one running tool call: progress, questions, cancellation, threads
@@ -35,7 +36,6 @@ import contextvars
 import copy
 import dataclasses
 import functools
-import glob
 import hashlib
 import inspect
 import json
@@ -44,7 +44,9 @@ import math
 import os
 import queue
 import re
+import runpy
 import secrets
+import shlex
 import signal
 import socket
 import stat
@@ -53,18 +55,27 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from importlib.util import cache_from_source
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+import apcore
 from annotated_types import Predicate
-from apcore import Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, SchemaValidationError
+from apcore import (
+    APCore,
+    Config,
+    Executor,
+    ModuleAnnotations,
+    ModuleDescriptor,
+    ModuleError,
+    Registry,
+    SchemaValidationError,
+)
 from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.bindings import BindingLoader
 from apcore.builtin_steps import BuiltinApprovalGate, BuiltinExecute
@@ -74,9 +85,10 @@ from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteE
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
-from apcore.registry import DiscoveredModule, load_metadata, resolve_entry_point, scan_extensions, validate_module
+from apcore.registry import load_metadata, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, UNSUPPORTED_KEYWORDS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
+from apcore.utils.pattern import match_glob
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
@@ -124,13 +136,13 @@ def _text_of(value: object) -> str:
         return "<not to be read>"
 
 
-# What breaks a line, hides, moves or turns around what stands after it, or cannot be written.
-_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# What breaks a line, or hides, moves or turns around what stands after it.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
-def _one_line(text: str) -> str:
-    """`text` as it is, but for what would break its line: `a\\nb` for two lines."""
-    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
+def _one_line(value: object) -> str:
+    """Text as it is, but for what would break its line: `a\\nb` for two lines."""
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], _text_of(value))
 
 
 def _keep_to_its_lines(record: logging.LogRecord) -> bool:
@@ -151,6 +163,8 @@ logger.addFilter(_keep_to_its_lines)
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; * stands for any port or name"
+_EXCLUDE_HELP = "leave out modules whose id starts with one of these"
+_TIMEOUT_HELP = "how long a call may take, 0 for no limit; without it apcore's 30 seconds a module and 60 a call"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
@@ -163,7 +177,7 @@ def _option(default: T, text: str, **flag: Any) -> T:
 class _Options:
     """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
 
-    registry_or_executor: Registry | Executor
+    registry_or_executor: Registry | Executor | APCore
     _: dataclasses.KW_ONLY
     transport: str = _option("stdio", "MCP transport", choices=("stdio", "streamable-http", "sse"))
     host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
@@ -173,10 +187,13 @@ class _Options:
     instructions: str | None = _option(None, "what agents are told about the server", metavar="TEXT")
     tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+", metavar="TAG")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
+    exclude: Sequence[str] | None = _option(None, _EXCLUDE_HELP, nargs="+", metavar="PREFIX")
+    read_only: bool = _option(False, "serve only modules annotated readonly")
     log_level: str | None = _option(None, "log level, on stderr", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     on_startup: Callable[[], Any] | None = None
     on_shutdown: Callable[[], Any] | None = None
     dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
+    timeout: float | None = _option(None, _TIMEOUT_HELP, type=float, metavar="SECONDS")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
@@ -191,23 +208,34 @@ class _Options:
     allow_execute: bool = _option(False, "let the Tool Explorer run tools")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.registry_or_executor, Registry | Executor):
-            kind = type(self.registry_or_executor).__name__
-            raise TypeError(f"Expected Registry or Executor instance, got {kind}")
+        source = self.registry_or_executor
+        executor = getattr(source, "executor", None)  # of apcore's client, or of whatever has one
+        if isinstance(executor, Executor):
+            object.__setattr__(self, "registry_or_executor", executor)
+        elif not isinstance(source, Registry | Executor):
+            raise TypeError(f"Expected Registry or Executor instance, got {type(source).__name__}")
         for field in dataclasses.fields(self):
             self._check(field, getattr(self, field.name))
-        prefix, listens = self.explorer_prefix.rstrip("/"), self.transport != "stdio"
-        plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
-        refusals = {
-            "name must not exceed 255 characters": len(self.name) > 255,
-            "Tag values must not be empty": not all(self.tags or ()),
-            "Host must not be empty": listens and not self.host,
-            f"Port must be between 1 and 65535, got {self.port}": listens and not 1 <= self.port <= 65535,
-            f"explorer_prefix must be {plain}; got {prefix!r}": not _EXPLORER_PREFIX.fullmatch(prefix),
-        }
-        if refusal := next((refusal for refusal, holds in refusals.items() if holds), None):
-            raise ValueError(refusal)
+        if len(self.name) > 255:
+            raise ValueError("name must not exceed 255 characters")
+        if not all(self.tags or ()):
+            raise ValueError("Tag values must not be empty")
+        if not all(self.exclude or ()):
+            raise ValueError("exclude must not hold an empty prefix, which would leave out everything")
+        if self.transport != "stdio" and not self.host:
+            raise ValueError("Host must not be empty")
+        if self.transport != "stdio" and not 1 <= self.port <= 65535:
+            raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
+        prefix = self.explorer_prefix.rstrip("/")
+        if not _EXPLORER_PREFIX.fullmatch(prefix):
+            plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
+            raise ValueError(f"explorer_prefix must be {plain}; got {prefix!r}")
         object.__setattr__(self, "explorer_prefix", prefix)
+        if self.timeout is not None:
+            if not 0 <= self.timeout < math.inf:
+                raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
+            if isinstance(self.registry_or_executor, Executor):
+                raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
         if isinstance(self.metrics_collector, bool):
             object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
         elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
@@ -238,7 +266,7 @@ class _Options:
     @property
     def registry(self) -> Registry:
         source = self.registry_or_executor
-        return source if isinstance(source, Registry) else source.registry
+        return source if isinstance(source, Registry) else self.executor().registry
 
     def policies(self) -> list[ExecutionPolicy]:
         """What an operator demands of calls, whatever modules say of themselves."""
@@ -249,8 +277,14 @@ class _Options:
     def executor(self) -> Executor:
         """The Executor that was given, or one made for the registry."""
         source = self.registry_or_executor
-        executor = source if isinstance(source, Executor) else Executor(source)
-        if executor is not source and isinstance(self.metrics_collector, MetricsCollector):
+        if isinstance(source, Executor):
+            return source
+        config = None
+        if self.timeout is not None:
+            milliseconds = math.ceil(self.timeout * 1000)
+            config = Config({"executor": {"default_timeout": milliseconds, "global_timeout": milliseconds}})
+        executor = Executor(self.registry, config=config)
+        if isinstance(self.metrics_collector, MetricsCollector):
             executor.use(MetricsMiddleware(self.metrics_collector))
         return executor
 
@@ -283,14 +317,16 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     except TypeError as error:
         hint = "".join(f" ({hint})" for word, hint in _INSTEAD.items() if word in taken)
         raise TypeError(f"{door} {error}{hint}") from None
-    result = _Options(*given, **taken)
-    if result.log_level is not None:
-        # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-        logging.basicConfig()
-        logger.setLevel(result.log_level)
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
-    return result
+    return _Options(*given, **taken)
+
+
+def _set_log_level(options: _Options) -> None:
+    """Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included."""
+    if options.log_level is not None:
+        logging.basicConfig()
+        logger.setLevel(options.log_level)
 
 
 @functools.cache
@@ -517,14 +553,9 @@ def _redact(value: Any, *schemas: JSONSchema) -> Any:
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
-# How `clientInfo.name` begins for clients that lose all tools by one name with a dot; npm's `mcp-client-capabilities`
-# lists what clients call themselves.
-_CLIENTS_WITHOUT_DOTS = re.compile(
-    "claude-ai"  # Claude Desktop, claude.ai: ^[a-zA-Z0-9_-]{1,64}$; behind mcp-remote (pull request 63) more follows
-    "|github-copilot-developer"  # Copilot CLI: its issues 1879 and 2581
-    r"|JetBrains-\w+-copilot"  # Copilot in JetBrains' IDEs: microsoft/copilot-intellij-feedback, issue 1583
-)
-_ALIAS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
+# match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
+_CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
 
 
 def _portable_name(module_id: str) -> str:
@@ -541,16 +572,13 @@ _FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
 _SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
 _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
-_FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
 
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `alias` is the
-    name that apcore's display overlay wishes for; the overlay's description wins over the module's. A paragraph each
-    follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated since 1.2, until
-    2.0. Use image.scale."
+    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `description`
+    ends with the notice of a deprecated module: "Deprecated since 1.2, until 2.0. Use image.scale."
     """
 
     def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
@@ -558,19 +586,11 @@ class _AnnotationMapper:
         asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
         self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
         self.title = {"title": descriptor.name} if descriptor.name else {}
-        metadata = descriptor.metadata
-        overlay = (metadata.get("display") or {}).get("mcp") or {}
-        self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
-        paragraphs = [overlay.get("description") or descriptor.description]
-        if guidance := overlay.get("guidance"):
-            paragraphs.append(f"Guidance: {guidance}")
-        for title in _FOR_AGENTS:
-            if advice := metadata.get(f"x-{title.lower().replace(' ', '-')}"):
-                paragraphs.append(f"{title}: {advice}")
-        if told := metadata.get("x-deprecation"):
+        self.description = descriptor.description
+        if told := descriptor.metadata.get("x-deprecation"):
             facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
-            paragraphs.append(f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}")
-        self.description = "\n\n".join(paragraphs).strip()
+            notice = f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}"
+            self.description = f"{descriptor.description}\n\n{notice}".strip()
 
     def to_mcp(self) -> dict[str, Any]:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
@@ -593,7 +613,6 @@ class _AnnotationMapper:
 class _Tool:
     """One listed module: everything about it that does not change from call to call.
 
-    `name` is what clients call it: its alias as long as the catalog knows of no other tool that could be meant.
     ValueError or KeyError when the module cannot be a tool, saying why.
     """
 
@@ -601,10 +620,9 @@ class _Tool:
         self.descriptor, self.module_id = descriptor, descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
         self.told = _AnnotationMapper(descriptor, options.policies())
-        self.name = self.told.alias
         if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
-        definition = {"name": self.name, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
+        definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
         definition |= self._convert_output(options.redact_output)
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
@@ -637,7 +655,7 @@ class _Tool:
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return {**self._definition, "name": _portable_name(self.name) if portable else self.name}
+        return {**self._definition, "name": _portable_name(self.module_id)} if portable else self._definition
 
 
 def _media(schema: JSONSchema, redact_output: bool) -> dict[str, str]:
@@ -949,7 +967,6 @@ def _fields(schema: JSONSchema) -> str:
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
     known, module_id = tool.told.annotations, tool.module_id
-    names = dict.fromkeys(f"`{name}`" for name in (tool.name, module_id, _portable_name(module_id)))
     repeatable = known.readonly or known.idempotent
     notes = {
         "It only reads.": known.readonly,
@@ -968,7 +985,7 @@ def _document(tool: _Tool) -> str:
     further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
     sections = {
         "Tool Purpose and Description": f"{tool.told.description}\n\n{further}".strip(),
-        "Invocation Name": f"{', or '.join(names)}; version {tool.descriptor.version}",
+        "Invocation Name": f"`{module_id}`, or `{_portable_name(module_id)}`; version {tool.descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
@@ -980,9 +997,12 @@ def _document(tool: _Tool) -> str:
     return f"## {tool.descriptor.name or module_id}\n\n{text}\n"
 
 
-# ---- Catalog: the registry as a list of tools that follows it; any thread ----
+# ---- Files: a folder's modules: taken in, again when they change, and out when they go; any thread ----
 
-_LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
+_NO_MODULE = (
+    "it has to define one module class (input_schema, output_schema, description, execute),"
+    " or functions with @module (from apcore.decorator import module)"
+)
 
 
 @contextlib.contextmanager
@@ -997,23 +1017,171 @@ def _left_out(what: object) -> Iterator[None]:
         logger.warning("%s is left out: %s: %s", what, type(error).__name__, told)
 
 
-def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
-    """Give each tool its alias as its name, where clients can take it and mean no other; all tools by every name."""
-    claims = Counter[str]()
-    for tool in tools.values():
-        claims.update({_portable_name(tool.module_id), _portable_name(tool.told.alias)})
-    by_name = {}
-    for tool in tools.values():
-        name = tool.told.alias
-        if claims[_portable_name(name)] > 1 or not _ALIAS.fullmatch(name):
-            name = tool.module_id
-        if tool.name not in (name, tool.module_id):  # said once
-            text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
-            logger.warning(text, tool.module_id, tool.name)
-        tool.name = name
-        for spelling in (name, _portable_name(name), _portable_name(tool.module_id)):
-            by_name[spelling] = tool
-    return {**by_name, **tools}
+_Registration = tuple[Any, ...]  # what `Registry.register` takes: id, module, and for classes version and metadata
+
+
+class _Files:
+    """The files below a registry's extensions directories, and what each of them has registered.
+
+    `update()` loads what is new, loads again what has changed and unregisters what has gone, each at the cost of that
+    file alone. A file that cannot be loaded changes nothing; it is left out with a WARNING, and so is a link. What
+    apcore's own scan passes over is neither loaded nor looked at. Any thread; one update at a time.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = cast(Any, registry)  # only private names tell where it looks for files, and how
+        self._lock = threading.Lock()
+        self._made: dict[str, list[_Registration]] = {}
+        # Size and time of each file. What the registry's own `discover()` has loaded stays until its file changes.
+        self._seen = self._look() if registry.list() else {}
+        for path in self._seen:
+            module_id = self._registry._canonical_id_for_path(path)
+            module = self._registry.get(module_id)
+            if type(module).__module__.startswith("apcore_ext"):
+                told = self._registry.get_module_metadata(module_id)
+                self._made[path] = [(module_id, module, str(told["version"]), told)]
+
+    def update(self) -> Collection[str]:
+        """Take in what has changed since the last time: at first, everything. The ids of what had to go for it."""
+        with self._lock:
+            before = self._seen
+            self._seen = self._look()
+            changed = sorted({re.sub(r"_meta\.yaml$", ".py", path) for path, _ in before.items() ^ self._seen.items()})
+            for path in changed:
+                _forget(self._place(path))
+            defined: dict[str, list[_Registration]] = {}
+            for path in changed:
+                with _left_out(path):
+                    defined[path] = self._define(path) if path in self._seen else []
+            # All that goes before any that comes: an id may have moved from one file to another.
+            gone = {made[0]: made for path in defined for made in self._made.pop(path, ())}
+            for module_id, module, *_ in gone.values():
+                with _left_out(f"Module {module_id}"):
+                    if self._registry.get(module_id) is module:  # or somebody has put another one in its place
+                        self._registry.unregister(module_id)
+            for path, modules in defined.items():
+                for made in modules:
+                    if not self._register(path, made) and made[0] in gone:
+                        self._register(path, gone[made[0]])
+            return gone.keys()
+
+    def _look(self) -> dict[str, tuple[int, int]]:
+        """Size and time of each file that may define modules, or say what they are."""
+        _, _, ignored = self._registry._scan_params()
+        seen = {}
+
+        def is_taken(name: str) -> bool:
+            passed_over = name.startswith((".", "_")) or name == "node_modules"
+            return not passed_over and not any(match_glob(pattern, name) for pattern in ignored)
+
+        for root in self._registry._extension_roots:
+            for folder, folders, names in os.walk(os.path.realpath(root["root"])):
+                folders[:] = filter(is_taken, folders)
+                for name in filter(is_taken, names):
+                    if name.endswith((".py", "_meta.yaml", ".binding.yaml")):
+                        path = os.path.join(folder, name)
+                        with contextlib.suppress(OSError):  # gone meanwhile
+                            found = os.lstat(path)
+                            seen[path] = (found.st_size, found.st_mtime_ns)
+        return seen
+
+    def _place(self, path: str) -> str:
+        """What a file runs as, of which `@module` makes the ids of functions."""
+        return f"apcore_ext.{self._registry._canonical_id_for_path(path)}"
+
+    def _define(self, path: str) -> list[_Registration]:
+        """What a file defines, or binds."""
+        if os.path.islink(path):
+            raise ImportError("it is a link, and links are not followed")
+        if path.endswith(".yaml"):
+            return _bindings(path)
+        metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
+        chosen = metadata.get("entry_point", "").rpartition(":")[2]
+        if self._registry._pre_approval_hook is not None:
+            self._registry._pre_approval_hook(Path(path))
+        place = self._place(path)
+        functions: dict[Any, None] = {}  # each once, under whatever names
+        classes: dict[Any, None] = {}
+        # From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
+        for name, value in runpy.run_path(path, run_name=place).items():
+            if getattr(value, "__module__", "") != place:
+                continue  # it comes from somewhere else
+            if inspect.isfunction(value) and hasattr(value, "apcore_module"):
+                functions[value.apcore_module] = None
+            elif inspect.isclass(value) and chosen in ("", name) and not validate_module(value):
+                classes[value] = None
+        if len(classes) > 1:
+            raise ImportError("it defines more than one module class")
+        if not (classes or functions):
+            logger.warning("%s is left out: %s", path, _NO_MODULE)
+        made: list[_Registration] = [(one.module_id.removeprefix("apcore_ext."), one) for one in functions]
+        for module in classes:
+            version = metadata.get("version") or getattr(module, "version", "1.0.0")
+            made.append((place.removeprefix("apcore_ext."), module(), str(version), metadata))
+        return made
+
+    def _register(self, path: str, made: _Registration) -> bool:
+        with _left_out(path):
+            if self._registry.has(made[0]):
+                raise ValueError(f"Module ID '{made[0]}' is already registered")
+            self._registry.register(*made)
+            self._made.setdefault(path, []).append(made)
+            return True
+        return False
+
+
+def _forget(place: str) -> None:
+    """Take a file's functions out of apcore's default client, where `@apcore.module(...)` registers them only once."""
+    default = cast(Any, apcore)._default_client.registry
+    for module_id, module in default.iter(include_hidden=True):
+        if getattr(getattr(module, "_func", None), "__module__", "") == place:
+            default.unregister(module_id)
+
+
+def _bindings(path: str) -> list[_Registration]:
+    """What a `*.binding.yaml` file binds; where an entry is at fault, what stands before it."""
+    sys.path.append(os.path.dirname(path))  # so that it can name a function in a file beside it
+    bound = Registry()
+    try:
+        BindingLoader().load_bindings(path, bound)
+    except Exception:
+        if not bound.count:
+            raise
+        with _left_out(path):
+            raise
+    return [*bound.iter(include_hidden=True)]
+
+
+class _Folder(Registry):
+    """A Registry of the files below one directory, loaded by `files.update()`."""
+
+    def __init__(self, extensions_dir: str) -> None:
+        if not os.path.exists(extensions_dir):
+            raise ValueError(f"extensions directory does not exist: {extensions_dir}")
+        if not os.path.isdir(extensions_dir):
+            raise ValueError(f"extensions path is not a directory: {extensions_dir}")
+        super().__init__(extensions_dir=os.path.abspath(extensions_dir))
+        self.files = _Files(self)
+
+
+def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
+    """Load the modules of a directory, as the command line does: a Registry of them, to serve or to give an Executor.
+
+        serve(discover("extensions"))
+
+    Takes module classes and functions with apcore's `@module` from `*.py` files, and what `*.binding.yaml` files bind.
+    A file that cannot be loaded is left out with a WARNING that names it. Names that begin with `_` or `.`,
+    `node_modules` and links are passed over. Source: design, "Discovery".
+    Raises ValueError where there is no such directory.
+    """
+    registry = _Folder(os.fspath(extensions_dir))
+    registry.files.update()
+    return registry
+
+
+# ---- Catalog: the registry as a list of tools that follows it; any thread ----
+
+_LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 
 
 class _ToolCatalog:
@@ -1026,8 +1194,7 @@ class _ToolCatalog:
 
     def __init__(self, options: _Options) -> None:
         self._registry, self._options, self._lock = options.registry, options, threading.Lock()
-        self._tools: dict[str, _Tool] = {}  # by module id, sorted
-        self._by_name: dict[str, _Tool] = {}  # by every name that a client may say
+        self._by_name: dict[str, _Tool] = {}  # sorted by module id, then the other spellings
         self._changed = deque(self._registry.list())
         self._closed = threading.Event()
 
@@ -1035,8 +1202,8 @@ class _ToolCatalog:
         """Take in every change from now on; `on_change` is called on the thread of each."""
         self._on_change = on_change
         if self._options.dynamic:
-            look = _look_at_files(self._registry)
-            threading.Thread(target=self._follow_files, args=[look], name="apcore-mcp-files", daemon=True).start()
+            files = self._registry.files if isinstance(self._registry, _Folder) else _Files(self._registry)
+            threading.Thread(target=self._follow_files, args=[files], name="apcore-mcp-files", daemon=True).start()
         for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
         self._changed.extend(self._registry.list())  # not before, or a module could slip in between
@@ -1048,18 +1215,16 @@ class _ToolCatalog:
 
     @property
     def tools(self) -> dict[str, _Tool]:
-        """The listed tools by module id, sorted by it; not to be written to."""
-        self._take_in()
-        return self._tools
+        """The listed tools by module id, sorted by it."""
+        return {name: tool for name, tool in self._now().items() if name == tool.module_id}
 
     def find(self, name: str) -> _Tool | None:
-        """The listed tool that a client calls `name`: its id or its alias, in either spelling."""
-        self._take_in()
-        return self._by_name.get(name)
+        """The listed tool that a client calls `name`, in either spelling."""
+        return self._now().get(name)
 
     def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
         """The tools as `tools/list` sends them, not to be written to."""
-        return [tool.definition(portable=portable) for tool in self.tools.values()]
+        return [tool.definition(portable=portable) for name, tool in self._now().items() if name == tool.module_id]
 
     def each(self, make: Callable[[_Tool], T]) -> list[T]:
         """What `make` gives for each listed tool; one for which it fails is left out with a WARNING."""
@@ -1074,21 +1239,16 @@ class _ToolCatalog:
         if not self._closed.is_set():  # or nobody may be left to tell
             self._on_change()
 
-    def _take_in(self) -> None:
-        """Build anew what has changed."""
-        with self._lock:  # before the look whether anything has: another thread may be about to take it in
-            if not self._changed:
-                return
-            changed = set()
-            while self._changed:
-                changed.add(self._changed.popleft())
-            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
-            for module_id in changed.intersection(self._registry.list(prefix=self._options.prefix)):
-                tool = self.build(module_id)
-                if tool is not None:
-                    tools[module_id] = tool
-            self._tools = dict(sorted(tools.items()))
-            self._by_name = _name(self._tools)
+    def _now(self) -> dict[str, _Tool]:
+        with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
+            if self._changed:
+                changed = {self._changed.popleft() for _ in range(len(self._changed))}
+                built = map(self.build, changed & {*self._registry.list(prefix=self._options.prefix)})
+                kept = (tool for tool in self._by_name.values() if tool.module_id not in changed)
+                tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
+                portable = {_portable_name(module_id): tool for module_id, tool in tools.items()}
+                self._by_name = dict(sorted(tools.items())) | {**portable, **tools}
+            return self._by_name
 
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
@@ -1097,50 +1257,22 @@ class _ToolCatalog:
             tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
             if module is None or not all(tag in tags for tag in self._options.tags or ()):
                 return None
+            if module_id.startswith(tuple(self._options.exclude or ())):
+                return None
             descriptor = self._registry.get_definition(module_id)
             if module is not self._registry.get(module_id):  # what is said of it may be of its successor
                 return self.build(module_id)
             assert descriptor is not None, "it has no definition"
+            if self._options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
+                return None
             return _Tool(descriptor, self._options)
         return None
 
-    def _follow_files(self, look: dict[str, Any]) -> None:
+    def _follow_files(self, files: _Files) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            before, look = look, _look_at_files(self._registry)
-            for path in sorted({path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ look.items()}):
-                module_id = cast(Any, self._registry)._canonical_id_for_path(path)  # no public name
-                with _left_out(path):
-                    _reload(self._registry, path, module_id)
+            for module_id in files.update():
                 # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
                 self._note_change(module_id)
-
-
-def _look_at_files(registry: Registry) -> dict[str, tuple[int, int]]:
-    """Size and time of each file that may hold a module, or what is said of one."""
-    look = {}
-    for root in cast(Any, registry)._extension_roots:  # no public name
-        for folder, _, names in os.walk(os.path.realpath(root["root"])):
-            for name in (name for name in names if re.fullmatch(r"[^._].*(\.py|_meta\.yaml)", name)):
-                with contextlib.suppress(OSError):  # gone meanwhile, or a link to nothing
-                    found = os.stat(path := os.path.join(folder, name))
-                    look[path] = found.st_size, found.st_mtime_ns
-    return look
-
-
-def _reload(registry: Registry, path: str, module_id: str) -> None:
-    """Register the module of a file as it is now instead of what it was."""
-    module, told = registry.get(module_id), registry.get_module_metadata(module_id)
-    if module is not None and not type(module).__module__.startswith("apcore_ext"):
-        return  # it did not come out of a file
-    with _left_out(path):
-        registry.unregister(module_id)
-        # The cached bytecode, which takes two edits of one size within one second for the same.
-        Path(cache_from_source(path)).unlink(missing_ok=True)
-    with _left_out(path):
-        if not os.path.exists(path) or registry.discover(path_filter=glob.escape(path)):
-            return
-    if module is not None:  # what cannot be loaded changes nothing
-        registry.register(module_id, module, str(told["version"]), told)
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
@@ -1232,7 +1364,7 @@ def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
 
 
 def to_openai_tools(
-    registry_or_executor: Registry | Executor, *, embed_annotations: bool = False, strict: bool = False,
+    registry_or_executor: Registry | Executor | APCore, *, embed_annotations: bool = False, strict: bool = False,
     tags: Sequence[str] | None = None, prefix: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
@@ -1269,7 +1401,7 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 
 def from_openai_call(
-    registry_or_executor: Registry | Executor, name: str, arguments: str | dict[str, Any]
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """Turn the call a model sent back into a module id and inputs that module accepts.
 
@@ -2031,7 +2163,7 @@ class _Bridge:
 
     async def _list_tools(self, ctx: RequestContext, params: object = None) -> dict[str, Any]:
         client, names = ctx.session.client_params, self.options.tool_names
-        dotless = client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name) is not None
+        dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
         return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
 
@@ -2567,7 +2699,10 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *catalog.each(_document)])
     if form == "client":
-        exported: Any = {"mcpServers": {options.name: _client_entry(options, arguments)}}
+        entry = _client_entry(options, arguments)
+        for command in _client_commands(options.name, entry):
+            print(command, file=sys.stderr)
+        exported: Any = {"mcpServers": {options.name: entry}}
     elif form == "mcp":
         exported = catalog.listing(portable=options.tool_names == "portable")
     else:
@@ -2578,48 +2713,25 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
 def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
     """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
     if options.transport != "stdio":
-        return {"type": options.transport.removeprefix("streamable-"), "url": options.url}
-    entry: dict[str, Any] = {"command": os.path.abspath(sys.executable), "args": ["-m", __package__, *arguments]}
-    # Python finds a vendored copy by the working directory or the script's (the first of its path), or by this shell's
-    # environment: the client has none of these.
-    home = str(Path(os.path.abspath(__file__)).parents[__name__.count(".")])
-    if home not in {*sys.path[1:]}.difference(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        entry["env"] = {"PYTHONPATH": home}
-    return entry
+        # Who listens everywhere is reached by this machine's own address.
+        url = options.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        return {"type": options.transport.removeprefix("streamable-"), "url": url}
+    # Where this process finds modules and the client's would not: in the working directory or the script's (the first
+    # of its path), and by this shell's environment.
+    paths = [sys.path[0], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "command": os.path.abspath(sys.executable),
+        "args": ["-m", __package__, *arguments],
+        "env": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(os.path.abspath, paths)))},
+    }
 
 
-def _discover(directory: str, registry: Registry) -> None:
-    """Register what the files below `directory` define, and what its `*.binding.yaml` files bind.
-
-    What cannot be loaded is left out with a WARNING.
-    """
-    for file in sorted(scan_extensions(Path(directory)), key=lambda file: file.canonical_id):
-        with _left_out(file.file_path):
-            _load(file, registry)
-    for path in sorted(Path(directory).rglob("*.binding.yaml")):
-        sys.path.append(str(path.parent))  # so that a binding can name a function in a file beside it
-        with _left_out(path):
-            BindingLoader().load_bindings(str(path), registry)
-
-
-def _load(file: DiscoveredModule, registry: Registry) -> None:
-    """Import a file, and register its functions with apcore's `@module` and the class that apcore would discover."""
-    metadata = load_metadata(file.meta_path) if file.meta_path else {}
-    chosen = metadata.get("entry_point", "").rpartition(":")[2]
-    # Whatever a file defines can be its entry point: so it is imported once, for the functions and the class.
-    defined = cast(Any, resolve_entry_point(file.file_path, {"entry_point": "__dict__"}))
-    own = {name: value for name, value in defined.items() if getattr(value, "__module__", "") == defined["__name__"]}
-    hosts = (getattr(value, "apcore_module", None) for value in own.values() if inspect.isfunction(value))
-    functions = dict.fromkeys(function for function in hosts if function is not None)
-    classes = {value for name, value in own.items() if inspect.isclass(value) and chosen in ("", name)}
-    modules = [value for value in classes if not validate_module(value)]
-    if len(modules) > 1 or not (modules or functions):
-        raise ImportError("it has to define one module class (schemas, description, execute), or @module functions")
-    for function in functions:
-        registry.register(re.sub("^apcore_ext_[^.]*", file.canonical_id, function.module_id), function)
-    for module in modules:
-        version = metadata.get("version") or getattr(module, "version", "1.0.0")
-        registry.register(file.canonical_id, module(), str(version), metadata)
+def _client_commands(name: str, entry: dict[str, Any]) -> list[str]:
+    """The shell commands that add a server to clients which have one for it."""
+    return [
+        f"code --add-mcp {shlex.quote(json.dumps({'name': name, **entry}))}",
+        f"claude mcp add-json {shlex.quote(name)} {shlex.quote(json.dumps(entry))}",
+    ]
 
 
 async def _call_back(callback: Callable[[], Any] | None) -> None:
@@ -2646,7 +2758,8 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
         logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
-    logger.info("apcore-mcp server started: %d tools registered, transport=%s%s", count, options.transport, where)
+    tools = "1 tool" if count == 1 else f"{count} tools"
+    logger.info("apcore-mcp server started: %s registered, transport=%s%s", tools, options.transport, where)
     with CancelScope() as starting:
         if ended is not None:
             ended.add_done_callback(lambda _: starting.cancel())
@@ -2715,7 +2828,9 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
 
     @functools.wraps(enter)
     def door(*args: P.args, **kwargs: P.kwargs) -> T:
-        return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
+        checked = _options_of(f"{enter.__name__}()", *args, **kwargs)
+        _set_log_level(checked)
+        return enter(checked)
 
     vars(door)["__signature__"] = inspect.signature(options).replace(return_annotation=enter.__annotations__["return"])
     return door
@@ -2746,8 +2861,9 @@ class MCPServer:
     that has ended can be started again. Source: tech design 6.10.
     """
 
-    def __init__(self, registry_or_executor: Registry | Executor, **options: Any) -> None:
+    def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
+        _set_log_level(self._options)
         self._lock, self._stop = threading.Lock(), Future[None]()
         self._thread: threading.Thread | None = None
         self.stop()

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -111,6 +112,15 @@ def exported_names(output: str) -> list[str]:
         ),
         pytest.param(["--prefix", ""], "prefix must not be empty", id="no-prefix"),
         pytest.param(["--tags", "public", ""], "Tag values must not be empty", id="no-tag"),
+        pytest.param(
+            ["--exclude", ""],
+            "exclude must not hold an empty prefix, which would leave out everything",
+            id="excludes-all",
+        ),
+        pytest.param(
+            ["--timeout", "-1"], "timeout must be a number of seconds, 0 for no limit; got -1.0", id="timeout"
+        ),
+        pytest.param(["--timeout", "nan"], "timeout must be a number of seconds, 0 for no limit; got nan", id="nan"),
     ],
 )
 def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
@@ -173,6 +183,75 @@ def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.Captur
     assert flags - described == set()
     for default in ("stdio", "127.0.0.1", "8000", "apcore-mcp", "INFO"):
         assert f"(default: {default})" in " ".join(text.split())
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "--extensions-dir", "."]])
+def test_version_without_one_prints_the_packages(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"apcore-mcp {apcore_mcp.__version__}\n")
+
+
+def test_at_a_terminal_the_server_says_what_it_is_for(extensions: Path) -> None:
+    """And nowhere else, nor where it only exports."""
+    terminal, stdin = os.openpty()
+    arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions)]
+    with subprocess.Popen(arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as server:
+        assert server.stderr is not None
+        assert b"server" in server.stderr.readline()
+        while b"server started" not in (line := server.stderr.readline()):
+            assert line
+        server.send_signal(signal.SIGINT)
+        assert server.communicate(timeout=30)[0] == b""
+    exported = subprocess.run(
+        [*arguments, "--export", "mcp"], stdin=stdin, capture_output=True, cwd=ROOT, timeout=30, check=True
+    )
+    assert exported.stderr == b""
+    os.close(terminal)
+    os.close(stdin)
+    assert b"--export" not in run("--extensions-dir", str(extensions), text=False).stderr
+
+
+def test_a_bare_decorator_of_the_wrong_import_is_told_the_right_one(extensions: Path) -> None:
+    (extensions / "bare.py").write_text("from apcore import module\n@module\ndef f(a: int) -> int: return a\n")
+    ended = run("--extensions-dir", str(extensions), "--export", "mcp", "--prefix", "none")
+    assert "bare.py is left out: " in ended.stderr
+    assert "from apcore.decorator import module" in ended.stderr
+
+
+READ_ONLY = "\n    annotations = ModuleAnnotations(readonly=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        pytest.param(["--read-only"], ["voice-say"], id="read-only"),
+        pytest.param(["--exclude", "voice.s", "nothing"], ["hand-write"], id="exclude"),
+        pytest.param(["--exclude", "hand", "voice.sh"], ["voice-say"], id="two"),
+        pytest.param(["--exclude", "voice.say", "--read-only"], [], id="both"),
+    ],
+)
+def test_what_is_not_wanted_is_not_listed(
+    extensions: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
+) -> None:
+    text = "from apcore import ModuleAnnotations\n" + MODULE.format(tag="calm") + READ_ONLY
+    (extensions / "voice" / "say.py").write_text(text)
+    assert main(["--extensions-dir", str(extensions), "--export", "openai", *arguments]) == 0
+    assert sorted(exported_names(capfd.readouterr().out)) == names
+
+
+@pytest.mark.parametrize(("seconds", "told"), [("0.3", "Module timed out after"), ("0", "done"), ("20", "done")])
+def test_a_call_may_take_as_long_as_the_timeout_says(extensions: Path, seconds: str, told: str) -> None:
+    (extensions / "slow.py").write_text(
+        "import asyncio\nfrom apcore.decorator import module\n@module(id='s.low')\n"
+        "async def slow() -> str:\n    await asyncio.sleep(0.6)\n    return 'done'\n"
+    )
+    with RawClient(
+        [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--timeout", seconds]
+    ) as c:
+        c.initialize()
+        assert told in c.request("tools/call", {"name": "s.low", "arguments": {}})["result"]["content"][0]["text"]
 
 
 def test_the_installed_command_is_the_same_program() -> None:
@@ -243,7 +322,7 @@ def test_options_reach_the_server_and_its_start_is_logged() -> None:
         status, stderr = client.end()
     assert status == 0
     lines = stderr.decode().splitlines()
-    assert any(line.endswith("apcore-mcp server started: 1 tools registered, transport=stdio") for line in lines)
+    assert any(line.endswith("apcore-mcp server started: 1 tool registered, transport=stdio") for line in lines)
     assert any("Tool call: units" in line for line in lines)
 
 
@@ -362,6 +441,32 @@ def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(ext
     assert (extensions / "maths" / "imported").read_text() == "once " * 2
 
 
+def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_a_link_is_told(extensions: Path) -> None:
+    binding = "spec_version: '1.0'\nbindings:\n- {{module_id: m.{}, target: 'os.path:join', auto_schema: true,"
+    binding += " input_schema: {{type: object}}, output_schema: {{type: object}}}}\n"
+    binding = binding.replace(" auto_schema: true,", "")
+    for number, place in enumerate(("_old", ".trash", "node_modules", ".venv/lib", "kept")):
+        (extensions / place).mkdir(parents=True)
+        (extensions / place / "os.binding.yaml").write_text(binding.format(f"n{number}"))
+        (extensions / place / "say.py").write_text(MODULE.format(tag="x"))
+    (extensions / "linked.py").symlink_to(extensions / "voice" / "say.py")
+    (extensions / "linked.binding.yaml").symlink_to(extensions / "kept" / "os.binding.yaml")
+    ended = run("--extensions-dir", str(extensions), "--export", "openai")
+    assert sorted(exported_names(ended.stdout)) == ["hand-write", "kept-say", "m-n4", "voice-say", "voice-shout"]
+    warnings = [line.split(": ")[1] for line in ended.stderr.splitlines()]
+    assert warnings == [f"{extensions}/{name} is left out" for name in ("linked.binding.yaml", "linked.py")]
+
+
+def test_standard_dataclasses_may_have_annotations_of_the_future(extensions: Path) -> None:
+    (extensions / "shapes.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from apcore.decorator import module\n@dataclass\nclass Point:\n    x: int\n    y: Point | None = None\n"
+        "@module(id='s.hape')\ndef shape(x: int) -> dict:\n    return vars(Point(x))\n"
+    )
+    ended = run("--extensions-dir", str(extensions), "--export", "openai", "--prefix", "s.")
+    assert (exported_names(ended.stdout), ended.stderr) == (["s-hape"], "")
+
+
 def test_the_second_of_two_functions_with_one_id_is_not_served_in_silence(extensions: Path) -> None:
     function = "@module(id='a.b', description='{0}')\ndef {0}() -> int: return 1\n"
     text = "from apcore.decorator import module\n" + function.format("first") + function.format("second")
@@ -398,20 +503,43 @@ def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
     assert told == {"voice.say": ("Told beside", "1.5"), "voice.shout": ("Say it", "2")}
 
 
-def test_dynamic_follows_the_files_and_leaves_functions_as_they_were(extensions: Path) -> None:
-    (extensions / "forms.py").write_text(FUNCTIONS.format(more=""))
+def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> None:
+    """They are taken in, again when they change, and out when they go; an id may move to another file."""
+    forms, bindings = extensions / "forms.py", extensions / "hand.binding.yaml"
+    forms.write_text(FUNCTIONS.format(more=""))
+    (extensions / "_bound.py").write_text("def negate(a: int) -> int:\n    return -a\n")
+    bound = "spec_version: '1.0'\nbindings:\n- {{module_id: m.negate, target: '_bound:negate', tags: [{}]}}\n"
+    bindings.write_text(bound.format("old"))
     arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--dynamic"]
     with RawClient(arguments) as client:
         client.initialize()
+
+        def wait_for(expected: dict[str, list[str]]) -> None:
+            told: dict[str, list[str]] = {}
+            while told != expected:
+                assert client.receive()["method"].endswith("list_changed")
+                tools = client.request("tools/list")["result"]["tools"]
+                told = {tool["name"]: tool["_meta"]["apcore/tags"] for tool in tools}
+
         shutil.rmtree(extensions / "voice")
-        (extensions / "forms.py").unlink()
+        forms.write_text(FUNCTIONS.format(more="").replace('tags=["sum"]', 'tags=["plus"]').replace("halve", "half"))
+        bindings.write_text(bound.format("new"))
         (extensions / "hand" / "write.py").write_text(MODULE.format(tag="new"))
-        expected = {"forms.double": [], "forms.halve": [], "hand.write": ["public", "new"], "maths.add": ["sum"]}
-        told: dict[str, list[str]] = {}
-        while told != expected:
-            assert client.receive()["method"].endswith("list_changed")
-            tools = client.request("tools/list")["result"]["tools"]
-            told = {tool["name"]: tool["_meta"]["apcore/tags"] for tool in tools}
+        functions = {"forms.double": [], "forms.half": [], "maths.add": ["plus"]}
+        wait_for({**functions, "hand.write": ["public", "new"], "m.negate": ["new"]})
+        bindings.write_text("bindings: [unclosed")
+        forms.unlink()
+        (extensions / "hand" / "write.py").write_text("tags = []\n")
+        (extensions / "about.py").write_text(
+            "from apcore.decorator import module\n@module(id='maths.add')\ndef add(a: int) -> int: return a\n"
+        )
+        wait_for({"maths.add": [], "m.negate": ["new"]})
+        bindings.unlink()
+        wait_for({"maths.add": []})
+        status, stderr = client.end()
+    assert status == 0
+    assert b"hand.binding.yaml is left out" in stderr
+    assert b"hand/write.py is left out: it has to define one module class" in stderr
 
 
 def test_a_relative_directory_counts_from_where_the_command_is_run(extensions: Path) -> None:
@@ -439,30 +567,40 @@ def vendored_copy(below: Path) -> Path:
 
 
 @pytest.mark.parametrize("package", ["apcore_mcp", "anyproject._vendor.apcore_mcp"], ids=["installed", "vendored"])
+@pytest.mark.parametrize("path", [None, "src", ".", "src/"])
 def test_the_exported_client_entry_starts_this_server_from_anywhere(
-    extensions: Path, tmp_path: Path, package: str
+    extensions: Path, tmp_path: Path, package: str, path: str | None
 ) -> None:
-    """And nothing of what it will serve is run for that."""
-    (extensions / "hand" / "write.py").write_text("raise SystemExit(open('ran', 'w').write('yes'))")
+    """With what it finds of the project's own modules here; and nothing of what it will serve is run for that."""
+    (extensions / "hand" / "write.py").write_text("open('ran', 'w')\nimport shop, stock\n" + MODULE.format(tag="calm"))
+    for name in ("shop.py", "src/stock.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     vendored_copy(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    flags = ["--name", "my tools", "--tags", "public", "calm", "--explorer", "--prefix=v", "--instructions", "-- go on"]
+    environment = {"PATH": os.environ["PATH"], **({"PYTHONPATH": path} if path else {})}
+    flags = ["--name", "my tools", "--tags", "public", "calm", "--explorer", "--instructions", "-- go on"]
     ended = subprocess.run(
         [sys.executable, "-m", package, "--extensions-dir", extensions.name, *flags, "--export", "client"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30,
     )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
     (name, entry), *others = json.loads(ended.stdout)["mcpServers"].items()
     assert (name, others, entry["command"]) == ("my tools", [], sys.executable)
     assert entry["args"] == ["-m", package, "--extensions-dir", str(extensions), *flags]
-    assert entry.get("env") == ({"PYTHONPATH": str(tmp_path)} if "." in package else None)
+    source = str(tmp_path / "src")
+    assert entry["env"] == {"PYTHONPATH": f"{tmp_path}:{source}" if path and "src" in path else str(tmp_path)}
     assert not (tmp_path / "ran").exists()
-    arguments = [entry["command"], *entry["args"]]
-    with RawClient(arguments, cwd=elsewhere, env={**environment, **entry.get("env", {})}) as client:
+    environment = {"PATH": os.environ["PATH"], **entry["env"]}
+    with RawClient([entry["command"], *entry["args"]], cwd=elsewhere, env=environment) as client:
         assert client.initialize()["result"]["serverInfo"]["name"] == "my tools"
-        assert [tool["name"] for tool in client.request("tools/list")["result"]["tools"]] == ["voice.shout"]
+        listed = [tool["name"] for tool in client.request("tools/list")["result"]["tools"]]
+    assert listed == (["hand.write"] if source in entry["env"]["PYTHONPATH"] else []) + ["voice.shout"]
+    assert ended.stderr.splitlines() == [
+        "code --add-mcp " + shlex.quote(json.dumps({"name": name, **entry})),
+        f"claude mcp add-json {shlex.quote(name)} " + shlex.quote(json.dumps(entry)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -470,8 +608,10 @@ def test_the_exported_client_entry_starts_this_server_from_anywhere(
     [
         (["--port", "9000"], {"type": "http", "url": "http://127.0.0.1:9000/mcp"}),
         (["--transport", "sse", "--host", "::1"], {"type": "sse", "url": "http://[::1]:8000/sse"}),
+        (["--host", "0.0.0.0", "--allowed-hosts", "x.org"], {"type": "http", "url": "http://127.0.0.1:8000/mcp"}),
+        (["--host", "::"], {"type": "http", "url": "http://[::1]:8000/mcp"}),
     ],
-    ids=["streamable-http", "sse"],
+    ids=["streamable-http", "sse", "everywhere", "everywhere-v6"],
 )
 def test_the_exported_client_entry_of_an_http_server_is_its_address(
     extensions: Path, capfd: pytest.CaptureFixture[str], flags: list[str], entry: dict[str, str]
