@@ -47,6 +47,7 @@ a requirement's own number. Figures of different machines or runs do not compare
 
 EXTENSIONS = str(ROOT / "examples" / "extensions")
 STARTED = ["-m", "apcore_mcp", "--extensions-dir", EXTENSIONS, "--log-level", "ERROR"]
+LISTED = '"tools":['  # in the answer to `tools/list`; others print it
 DISCOVERED = f"import mcp.server.lowlevel, apcore; apcore.Registry(extensions_dir={EXTENSIONS!r}).discover()"
 FIRST_LIST = b"""\
 {"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},\
@@ -196,18 +197,26 @@ def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]
 
 
 def _starts() -> Iterator[Row]:
-    def run(arguments: list[str]) -> float:
-        """How long a Python runs, or until it has answered `tools/list`."""
-        begin, asked = time.perf_counter(), FIRST_LIST if arguments is STARTED else b""
-        process = subprocess.run(
-            [sys.executable, *arguments], input=asked, capture_output=True, cwd=ROOT, timeout=60, check=True
-        )
-        assert not asked or b'"tools"' in process.stdout
-        return time.perf_counter() - begin
+    def start(arguments: list[str]) -> float:
+        """From the start of a Python until it says `LISTED`."""
+        begin = time.perf_counter()
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=ROOT
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(FIRST_LIST)
+            process.stdin.flush()
+            while line := process.stdout.readline():
+                if LISTED.encode() in line:
+                    return time.perf_counter() - begin
+        raise RuntimeError(f"{' '.join(arguments)} has not answered")
 
-    imports = ["-c", "import apcore_mcp"], ["-c", "import apcore"]
-    yield Row("start and end of a server, examples", run, STARTED, ["-c", DISCOVERED], "SDK and discover()", slow=True)
-    yield Row("import apcore_mcp", run, *imports, "import apcore", slow=True)
+    sdk_and_modules = ["-c", f"{DISCOVERED}; print({LISTED!r})"]
+    yield Row("start to tools/list, examples", start, STARTED, sdk_and_modules, "SDK and discover()", slow=True)
+    imports = [["-c", f"import {package}; print({LISTED!r})"] for package in ("apcore_mcp", "apcore")]
+    yield Row("import apcore_mcp", start, *imports, "import apcore", slow=True)
 
 
 def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[Row]:
