@@ -55,7 +55,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -136,13 +136,13 @@ def _text_of(value: object) -> str:
         return "<not to be read>"
 
 
-# What breaks a line, or hides, moves or turns around what stands after it.
-_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# What breaks a line, hides, moves or turns around what stands after it, or cannot be written.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def _one_line(value: object) -> str:
-    """Text as it is, but for what would break its line: `a\\nb` for two lines."""
-    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], _text_of(value))
+def _one_line(text: str) -> str:
+    """`text` as it is, but for what would break its line: `a\\nb` for two lines."""
+    return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _keep_to_its_lines(record: logging.LogRecord) -> bool:
@@ -553,9 +553,14 @@ def _redact(value: Any, *schemas: JSONSchema) -> Any:
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
-# Clients that refuse a whole tool list for one name with a dot, by `clientInfo.name`. Claude Desktop wants names to
-# match ^[a-zA-Z0-9_-]{1,64}$, and calls itself "claude-ai" in its handshake.
-_CLIENTS_WITHOUT_DOTS = frozenset({"claude-ai"})
+# How `clientInfo.name` begins for clients that lose all tools by one name with a dot; npm's `mcp-client-capabilities`
+# lists what clients call themselves.
+_CLIENTS_WITHOUT_DOTS = re.compile(
+    "claude-ai"  # Claude Desktop, claude.ai: ^[a-zA-Z0-9_-]{1,64}$; behind mcp-remote (pull request 63) more follows
+    "|github-copilot-developer"  # Copilot CLI: its issues 1879 and 2581
+    r"|JetBrains-\w+-copilot"  # Copilot in JetBrains' IDEs: microsoft/copilot-intellij-feedback, issue 1583
+)
+_ALIAS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def _portable_name(module_id: str) -> str:
@@ -572,13 +577,16 @@ _FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
 _SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
 _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
+_FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
 
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `description`
-    ends with the notice of a deprecated module: "Deprecated since 1.2, until 2.0. Use image.scale."
+    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `alias` is the
+    name that apcore's display overlay wishes for; the overlay's description wins over the module's. A paragraph each
+    follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated since 1.2, until
+    2.0. Use image.scale."
     """
 
     def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
@@ -586,11 +594,19 @@ class _AnnotationMapper:
         asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
         self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
         self.title = {"title": descriptor.name} if descriptor.name else {}
-        self.description = descriptor.description
-        if told := descriptor.metadata.get("x-deprecation"):
+        metadata = descriptor.metadata
+        overlay = (metadata.get("display") or {}).get("mcp") or {}
+        self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
+        paragraphs = [overlay.get("description") or descriptor.description]
+        if guidance := overlay.get("guidance"):
+            paragraphs.append(f"Guidance: {guidance}")
+        for title in _FOR_AGENTS:
+            if advice := metadata.get(f"x-{title.lower().replace(' ', '-')}"):
+                paragraphs.append(f"{title}: {advice}")
+        if told := metadata.get("x-deprecation"):
             facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
-            notice = f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}"
-            self.description = f"{descriptor.description}\n\n{notice}".strip()
+            paragraphs.append(f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}")
+        self.description = "\n\n".join(paragraphs).strip()
 
     def to_mcp(self) -> dict[str, Any]:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
@@ -613,6 +629,7 @@ class _AnnotationMapper:
 class _Tool:
     """One listed module: everything about it that does not change from call to call.
 
+    `name` is what clients call it: its alias as long as the catalog knows of no other tool that could be meant.
     ValueError or KeyError when the module cannot be a tool, saying why.
     """
 
@@ -620,9 +637,10 @@ class _Tool:
         self.descriptor, self.module_id = descriptor, descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
         self.told = _AnnotationMapper(descriptor, options.policies())
+        self.name = self.told.alias
         if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
-        definition = {"name": self.module_id, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
+        definition = {"name": self.name, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
         definition |= self._convert_output(options.redact_output)
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
@@ -655,7 +673,7 @@ class _Tool:
 
     def definition(self, *, portable: bool = False) -> dict[str, Any]:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return {**self._definition, "name": _portable_name(self.module_id)} if portable else self._definition
+        return {**self._definition, "name": _portable_name(self.name) if portable else self.name}
 
 
 def _media(schema: JSONSchema, redact_output: bool) -> dict[str, str]:
@@ -967,6 +985,7 @@ def _fields(schema: JSONSchema) -> str:
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
     known, module_id = tool.told.annotations, tool.module_id
+    names = dict.fromkeys(f"`{name}`" for name in (tool.name, module_id, _portable_name(module_id)))
     repeatable = known.readonly or known.idempotent
     notes = {
         "It only reads.": known.readonly,
@@ -985,7 +1004,7 @@ def _document(tool: _Tool) -> str:
     further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
     sections = {
         "Tool Purpose and Description": f"{tool.told.description}\n\n{further}".strip(),
-        "Invocation Name": f"`{module_id}`, or `{_portable_name(module_id)}`; version {tool.descriptor.version}",
+        "Invocation Name": f"{', or '.join(names)}; version {tool.descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
         "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
@@ -1184,6 +1203,25 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 
 
+def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
+    """Give each tool its alias as its name, where clients can take it and mean no other; all tools by every name."""
+    claims = Counter[str]()
+    for tool in tools.values():
+        claims.update({_portable_name(tool.module_id), _portable_name(tool.told.alias)})
+    by_name = {}
+    for tool in tools.values():
+        name = tool.told.alias
+        if claims[_portable_name(name)] > 1 or not _ALIAS.fullmatch(name):
+            name = tool.module_id
+        if tool.name not in (name, tool.module_id):  # said once
+            text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
+            logger.warning(text, tool.module_id, tool.name)
+        tool.name = name
+        for spelling in (name, _portable_name(name), _portable_name(tool.module_id)):
+            by_name[spelling] = tool
+    return {**by_name, **tools}
+
+
 class _ToolCatalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
@@ -1194,7 +1232,8 @@ class _ToolCatalog:
 
     def __init__(self, options: _Options) -> None:
         self._registry, self._options, self._lock = options.registry, options, threading.Lock()
-        self._by_name: dict[str, _Tool] = {}  # sorted by module id, then the other spellings
+        self._tools: dict[str, _Tool] = {}  # by module id, sorted
+        self._by_name: dict[str, _Tool] = {}  # by every name that a client may say
         self._changed = deque(self._registry.list())
         self._closed = threading.Event()
 
@@ -1215,16 +1254,18 @@ class _ToolCatalog:
 
     @property
     def tools(self) -> dict[str, _Tool]:
-        """The listed tools by module id, sorted by it."""
-        return {name: tool for name, tool in self._now().items() if name == tool.module_id}
+        """The listed tools by module id, sorted by it; not to be written to."""
+        self._take_in()
+        return self._tools
 
     def find(self, name: str) -> _Tool | None:
-        """The listed tool that a client calls `name`, in either spelling."""
-        return self._now().get(name)
+        """The listed tool that a client calls `name`: its id or its alias, in either spelling."""
+        self._take_in()
+        return self._by_name.get(name)
 
     def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
         """The tools as `tools/list` sends them, not to be written to."""
-        return [tool.definition(portable=portable) for name, tool in self._now().items() if name == tool.module_id]
+        return [tool.definition(portable=portable) for tool in self.tools.values()]
 
     def each(self, make: Callable[[_Tool], T]) -> list[T]:
         """What `make` gives for each listed tool; one for which it fails is left out with a WARNING."""
@@ -1239,16 +1280,21 @@ class _ToolCatalog:
         if not self._closed.is_set():  # or nobody may be left to tell
             self._on_change()
 
-    def _now(self) -> dict[str, _Tool]:
-        with self._lock:  # before the look whether anything has changed: another thread may be about to take it in
-            if self._changed:
-                changed = {self._changed.popleft() for _ in range(len(self._changed))}
-                built = map(self.build, changed & {*self._registry.list(prefix=self._options.prefix)})
-                kept = (tool for tool in self._by_name.values() if tool.module_id not in changed)
-                tools = {tool.module_id: tool for tool in (*kept, *built) if tool is not None}
-                portable = {_portable_name(module_id): tool for module_id, tool in tools.items()}
-                self._by_name = dict(sorted(tools.items())) | {**portable, **tools}
-            return self._by_name
+    def _take_in(self) -> None:
+        """Build anew what has changed."""
+        with self._lock:  # before the look whether anything has: another thread may be about to take it in
+            if not self._changed:
+                return
+            changed = set()
+            while self._changed:
+                changed.add(self._changed.popleft())
+            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
+            for module_id in changed.intersection(self._registry.list(prefix=self._options.prefix)):
+                tool = self.build(module_id)
+                if tool is not None:
+                    tools[module_id] = tool
+            self._tools = dict(sorted(tools.items()))
+            self._by_name = _name(self._tools)
 
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
@@ -2163,7 +2209,7 @@ class _Bridge:
 
     async def _list_tools(self, ctx: RequestContext, params: object = None) -> dict[str, Any]:
         client, names = ctx.session.client_params, self.options.tool_names
-        dotless = client is not None and client.client_info.name in _CLIENTS_WITHOUT_DOTS
+        dotless = client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name) is not None
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
         return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
 

@@ -32,7 +32,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, Implementation
 from pydantic import BaseModel, BeforeValidator, Field
 
-from apcore_mcp import to_openai_tools
+from apcore_mcp import from_openai_call, to_openai_tools
 
 REDACTED = "***REDACTED***"
 
@@ -714,6 +714,44 @@ async def test_a_deprecated_module_says_so_to_every_agent(notice: dict[str, Any]
     assert tool.description == function["function"]["description"] == f"Makes it smaller.{told}"
 
 
+OVERLAY = {"alias": "shrink", "description": "Shrinks a picture.", "guidance": "Ask for the size first."}
+ADVICE = {"x-when-to-use": "Before an upload.", "x-when-not-to-use": "For vector graphics."}
+ADVICE |= {"x-common-mistakes": "Sizes in inches.", "x-workflow-hints": "Then image.store."}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        pytest.param({}, ["Makes it smaller."], id="nothing"),
+        pytest.param(
+            {"display": {"mcp": OVERLAY}}, ["Shrinks a picture.", "Guidance: Ask for the size first."], id="overlay"
+        ),
+        pytest.param({"display": {"mcp": {"description": ""}, "cli": OVERLAY}}, ["Makes it smaller."], id="another's"),
+        pytest.param({"display": None}, ["Makes it smaller."], id="none"),
+        pytest.param({"display": {"mcp": None}}, ["Makes it smaller."], id="none-for-mcp"),
+        pytest.param(
+            {"x-deprecation": {"deprecated_since": "1.2"}, "display": {"mcp": OVERLAY}, **ADVICE},
+            [
+                "Shrinks a picture.", "Guidance: Ask for the size first.", "When to use: Before an upload.",
+                "When not to use: For vector graphics.", "Common mistakes: Sizes in inches.",
+                "Workflow hints: Then image.store.", "Deprecated since 1.2.",
+            ],
+            id="everything",
+        ),
+    ],
+)  # fmt: skip
+async def test_what_authors_and_operators_wrote_for_agents_reaches_them(
+    metadata: dict[str, Any], said: list[str], mode: str
+) -> None:
+    """Design, "Annotations": in MCP's and OpenAI's descriptions alike, a paragraph each."""
+    registry = registry_of({"image.resize": FunctionalModule(echo, description="Makes it smaller.", metadata=metadata)})
+    async with connect(registry, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+    (function,) = to_openai_tools(registry)
+    assert tool.description == function["function"]["description"] == "\n\n".join(said)
+    assert function["function"]["name"] == "image-resize"
+
+
 @pytest.mark.parametrize(
     ("declared", "policy", "needed"),
     [
@@ -801,6 +839,105 @@ IDS = ["demo.a_b.c1", LONG + ".one", LONG + ".two", "plain"]
 PORTABLE = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")
 CLAUDE = {"client_info": Implementation(name="claude-ai", version="1")}
 OTHER = {"client_info": Implementation(name="someone-else", version="1")}
+
+
+@pytest.mark.parametrize(
+    ("name", "portable"),
+    [
+        ("claude-ai", True),
+        ("claude-ai (via mcp-remote 0.1.38)", True),
+        ("github-copilot-developer", True),
+        ("JetBrains-IU-copilot-intellij", True),
+        ("JetBrains-JBC-copilot-intellij", True),
+        ("claude-code", False),
+        ("codex-mcp-client", False),
+        ("opencode", False),
+        ("Visual Studio Code", False),
+        ("gemini-cli-mcp-client", False),
+        ("not-claude-ai", False),
+        ("mcp", False),
+    ],
+)
+async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none(name: str, portable: bool, mode: str) -> None:
+    client = {"client_info": Implementation(name=name, version="1")}
+    async with connect({"image.resize": echo}, mode=mode, client=client) as connected:
+        (tool,) = (await connected.list_tools()).tools
+    assert tool.name == ("image-resize" if portable else "image.resize")
+
+
+def called(**aliases: Any) -> dict[str, Any]:
+    """Modules by id that answer with it, `__` for the dots of the id, with aliases (None: without)."""
+    modules = {}
+    for name, alias in aliases.items():
+        module_id = name.replace("__", ".")
+        display = {"display": {"mcp": {"alias": alias}}}
+        modules[module_id] = FunctionalModule(lambda inputs, context, own=module_id: {"i_am": own}, metadata=display)
+    return modules
+
+
+async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood(mode: str) -> None:
+    modules = called(image__resize="shrink.image", image__store=None)
+    async with connect(modules, mode=mode) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["shrink.image", "image.store"]
+        for name in ("shrink.image", "shrink-image", "image.resize", "image-resize"):
+            assert parsed(text_of(await client.call_tool(name, {}))) == {"i_am": "image.resize"}
+    async with connect(modules, mode=mode, client=CLAUDE) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["shrink-image", "image-store"]
+    assert from_openai_call(registry_of(modules), "image-resize", "{}") == ("image.resize", {})
+
+
+@pytest.mark.parametrize(
+    ("aliases", "named"),
+    [
+        pytest.param({"a__b": "x" * 64, "c": None}, ["x" * 64, "c"], id="long"),
+        pytest.param({"a__b": "a.b"}, ["a.b"], id="its-own-id"),
+        pytest.param({"a__b": "a-b"}, ["a-b"], id="its-own-portable-name"),
+        pytest.param({"a__b": "x" * 65}, ["a.b!"], id="too-long"),
+        pytest.param({"a__b": "x y"}, ["a.b!"], id="space"),
+        pytest.param({"a__b": "größe"}, ["a.b!"], id="not-ascii"),
+        pytest.param({"a__b": "x\n"}, ["a.b!"], id="newline"),
+        pytest.param({"a__b": 7}, ["7"], id="number"),
+        pytest.param({"a__b": "c", "c": None}, ["a.b!", "c"], id="anothers-id"),
+        pytest.param({"a__b": "c-d", "c__d": None}, ["a.b!", "c.d"], id="anothers-portable-name"),
+        pytest.param({"a__b": "x", "c__d": "x", "e": "y"}, ["a.b!", "c.d!", "y"], id="claimed-twice"),
+        pytest.param({"a__b": "x.y", "c__d": "x-y"}, ["a.b!", "c.d!"], id="claimed-in-either-spelling"),
+    ],
+)
+async def test_an_alias_that_is_not_its_own_is_not_used(
+    aliases: dict[str, Any], named: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mark behind a name: with a WARNING, one."""
+    modules = called(**aliases)
+    async with connect(modules) as client:
+        for _ in range(2):
+            names = [tool.name for tool in (await client.list_tools()).tools]
+            assert names == [name.rstrip("!") for name in named]
+        for module_id, name in zip(modules, names, strict=True):
+            for spelling in (name, module_id, module_id.replace(".", "-")):
+                assert parsed(text_of(await client.call_tool(spelling, {}))) == {"i_am": module_id}
+    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
+    refused = [name.rstrip("!") for name in named if name.endswith("!")]
+    assert [module_id for module_id in modules for text in warned if f"module {module_id} " in text] == refused
+
+
+async def test_an_alias_is_given_up_and_taken_back_as_other_modules_come_and_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = registry_of(called(a__b="x"))
+
+    async def names(client: Client) -> list[str]:
+        return [tool.name for tool in (await client.list_tools()).tools]
+
+    async with connect(registry) as client:
+        assert await names(client) == ["x"]
+        registry.register("x", echo_module := FunctionalModule(echo))
+        assert await names(client) == ["a.b", "x"]
+        assert "i_am" not in parsed(text_of(await client.call_tool("x", {})))
+        registry.register("other", echo_module)
+        assert await names(client) == ["a.b", "other", "x"]
+        assert len([r for r in caplog.records if "a.b" in r.getMessage() and r.levelno == logging.WARNING]) == 1
+        registry.unregister("x")
+        assert await names(client) == ["x", "other"]
 
 
 async def test_a_name_that_clients_may_refuse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
