@@ -81,7 +81,16 @@ from apcore.bindings import BindingLoader
 from apcore.builtin_steps import BuiltinApprovalGate, BuiltinExecute
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
+from apcore.context_keys import METRICS_STARTS
+from apcore.errors import (
+    ACLDeniedError,
+    ApprovalDeniedError,
+    ApprovalError,
+    ErrorCodeRegistry,
+    ModuleDisabledError,
+    ModuleExecuteError,
+    ModuleTimeoutError,
+)
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
 from apcore.policy import ExecutionPolicy
@@ -173,6 +182,10 @@ def _option(default: T, text: str, **flag: Any) -> T:
     return dataclasses.field(default=default, metadata={"help": text, **flag})
 
 
+class _OwnMetrics(MetricsCollector):
+    """A collector made by an option, which nobody else feeds."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Options:
     """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
@@ -237,7 +250,7 @@ class _Options:
             if isinstance(self.registry_or_executor, Executor):
                 raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
         if isinstance(self.metrics_collector, bool):
-            object.__setattr__(self, "metrics_collector", MetricsCollector() if self.metrics_collector else None)
+            object.__setattr__(self, "metrics_collector", _OwnMetrics() if self.metrics_collector else None)
         elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
             raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
         if not all(hasattr(item, "cls") for item in self.middleware or ()):
@@ -283,10 +296,13 @@ class _Options:
         if self.timeout is not None:
             milliseconds = math.ceil(self.timeout * 1000)
             config = Config({"executor": {"default_timeout": milliseconds, "global_timeout": milliseconds}})
-        executor = Executor(self.registry, config=config)
-        if isinstance(self.metrics_collector, MetricsCollector):
-            executor.use(MetricsMiddleware(self.metrics_collector))
-        return executor
+        return Executor(self.registry, config=config)
+
+    def metrics_middleware(self) -> MetricsMiddleware | None:
+        """What feeds the collector while the server runs; None where the Executor that was given does so itself."""
+        collector = self.metrics_collector
+        is_fed = isinstance(self.registry_or_executor, Executor) and not isinstance(collector, _OwnMetrics)
+        return MetricsMiddleware(collector) if isinstance(collector, MetricsCollector) and not is_fed else None
 
     @property
     def url(self) -> str:
@@ -790,6 +806,7 @@ def _success(
 # What a client is told, by apcore's error code (SRS 7.5).
 _SENTENCES = {
     "MODULE_NOT_FOUND": "Module not found: {module_id}",
+    "MODULE_DISABLED": "Module is disabled: {module_id}",
     "ACL_DENIED": "Access denied",
     "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
     "GENERAL_INVALID_INPUT": "Invalid input: {message}",
@@ -2065,6 +2082,8 @@ class _ExecutionRouter:
             if unasked and call.parks and not self._options.stateless:
                 required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
+            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError):
+                self._count_refusal(error, context, tool)
             involved = call.involved.values()
             mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
             return mapper.to_result(error)
@@ -2075,6 +2094,13 @@ class _ExecutionRouter:
             self.running.discard(call)
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
+
+    def _count_refusal(self, error: ModuleError, context: Context[Any], tool: _Tool) -> None:
+        """Count a call that ended before apcore's middleware, which counts all others, had seen it."""
+        collector = self._options.metrics_collector
+        if isinstance(collector, MetricsCollector) and not METRICS_STARTS.exists(context):
+            collector.increment_calls(tool.module_id, "error")
+            collector.increment_errors(tool.module_id, error.code)
 
     async def _run(self, call: _Call, context: Context[Any]) -> Any:
         module_id, tool = call.tool.module_id, call.tool
@@ -2139,6 +2165,9 @@ class _Bridge:
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.sessions = contextlib.AsyncExitStack()  # closed with the server
+        if (middleware := options.metrics_middleware()) is not None:
+            self.router.executor.use(middleware)
+            self.sessions.callback(self.router.executor.remove, middleware)
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,

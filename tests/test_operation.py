@@ -7,12 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import Executor
-from apcore.observability import MetricsCollector
-from conftest import HANDSHAKE, FunctionalModule, connect, echo, registry_of, serving
+from apcore import ACL, ACLRule, Executor, ModuleAnnotations
+from apcore.observability import MetricsCollector, MetricsMiddleware
+from apcore.sys_modules.control import ToggleState
+from conftest import HANDSHAKE, FunctionalModule, connect, echo, free_port, registry_of, serving
 from mcp.client import Client
 
-from apcore_mcp import __version__, async_serve, serve
+from apcore_mcp import MCPServer, __version__, async_serve, serve
 
 HTTP = pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 
@@ -119,6 +120,75 @@ async def test_any_object_that_exports_can_be_the_collector_and_an_executor_keep
     async with connect(executor, metrics_collector=MetricsCollector()) as client:
         assert not (await client.call_tool("t.echo", {})).is_error
     assert executor.middlewares == []
+
+
+async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -> None:
+    """Whatever feeds a collector of the Executor's own; and what counts for a server goes with it."""
+    own = MetricsCollector()
+    for middlewares in ([], [MetricsMiddleware(own)]):
+        executor = Executor(registry_of({"t.echo": echo, "t.fail": fail}), middlewares=middlewares)
+        server = MCPServer(executor, transport="streamable-http", port=(port := free_port()), metrics_collector=True)
+        for life in (1, 2):
+            server.start()
+            async with Client(f"http://127.0.0.1:{port}/mcp", mode=HANDSHAKE) as client:
+                await client.call_tool("t.echo", {})
+                await client.call_tool("t.fail", {})
+            counted = samples((await get(f"http://127.0.0.1:{port}/metrics")).text)
+            server.stop()
+            server.wait()
+            assert counted["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == life
+            assert counted["apcore_module_calls_total", 'module_id="t.fail",status="error"'] == life
+            assert executor.middlewares == middlewares
+    assert samples(own.export_prometheus())["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == 2
+
+
+async def test_metrics_count_what_was_refused_once() -> None:
+    """By the ACL, for want of approval, or because the module is disabled: apcore's middleware sees none of these."""
+    needs = ModuleAnnotations(requires_approval=True)
+
+    async def below(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("shut.door", {}, context)
+
+    modules: dict[str, Any] = {"shut.door": echo, "t.gated": FunctionalModule(echo, annotations=needs)}
+    modules |= {"t.off": echo, "t.below": below, "t.echo": echo}
+    rules = [ACLRule(callers=["*"], targets=["t.*"], effect="allow")]
+    off = ToggleState()
+    off.disable("t.off")
+    executor = Executor(registry_of(modules), acl=ACL(rules=rules, default_effect="deny"), toggle_state=off)
+    with serving(executor, metrics_collector=True, approval="deny") as url:
+        async with Client(f"{url}/mcp", mode=HANDSHAKE) as client:
+            for name in modules:
+                result = await client.call_tool(name, {})
+                assert result.is_error == (name != "t.echo")
+        counted = samples((await get(f"{url}/metrics")).text)
+    calls = {key[1]: value for key, value in counted.items() if key[0] == "apcore_module_calls_total"}
+    assert calls == {
+        'module_id="shut.door",status="error"': 1,
+        'module_id="t.gated",status="error"': 1,
+        'module_id="t.off",status="error"': 1,
+        'module_id="t.below",status="error"': 1,
+        'module_id="t.echo",status="success"': 1,
+    }
+    errors = {key[1]: value for key, value in counted.items() if key[0] == "apcore_module_errors_total"}
+    assert errors == {
+        'error_code="ACL_DENIED",module_id="shut.door"': 1,
+        'error_code="APPROVAL_DENIED",module_id="t.gated"': 1,
+        'error_code="MODULE_DISABLED",module_id="t.off"': 1,
+        'error_code="ACL_DENIED",module_id="t.below"': 1,
+    }
+
+
+async def test_a_disabled_module_is_listed_and_says_what_it_is(mode: str) -> None:
+    """apcore's registry keeps it, and tells nobody who has only the Executor when it is disabled and enabled."""
+    toggled = ToggleState()
+    executor = Executor(registry_of({"image.resize": echo}), toggle_state=toggled)
+    async with connect(executor, mode=mode) as client:
+        for disabled in (False, True, False):
+            (toggled.disable if disabled else toggled.enable)("image.resize")
+            assert [tool.name for tool in (await client.list_tools()).tools] == ["image.resize"]
+            result = await client.call_tool("image.resize", {"a": 1})
+            text = "".join(part.text for part in result.content if part.type == "text")
+            assert text == ("Module is disabled: image.resize" if disabled else '{"a":1}')
 
 
 def test_a_collector_that_fails_is_an_error_without_a_reason() -> None:
