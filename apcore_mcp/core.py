@@ -2815,17 +2815,14 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) -> AsyncIterator[None]:
-    """What is said and called while the server accepts: first when it begins to, then before it ends.
+async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -> AsyncIterator[None]:
+    """What is said and called while the server accepts, `where` it does: first when it begins to, then before it ends.
 
-    A server of ours may have `ended` before `on_startup` has: then that is cancelled, and `on_shutdown` not called.
+    It may have `ended` before `on_startup` has: then that is cancelled, and `on_shutdown` not called.
     """
     from anyio import CancelScope
 
     options, count = bridge.options, len(bridge.catalog.tools)
-    where = f", at {options.url}" if ended is not None and options.transport != "stdio" else ""
-    if where and options.explorer:
-        where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     is_open = options.approval != "deny" and bridge.router.executor.governance_state().unprotected_control_surface
@@ -2836,8 +2833,7 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
     tools = "1 tool" if count == 1 else f"{count} tools"
     logger.info("apcore-mcp server started: %s registered, transport=%s%s", tools, options.transport, where)
     with CancelScope() as starting:
-        if ended is not None:
-            ended.add_done_callback(lambda _: starting.cancel())
+        ended.add_done_callback(lambda _: starting.cancel())
         await _call_back(options.on_startup)
     async with contextlib.AsyncExitStack() as ending:  # in order, whatever `on_shutdown` raises
         ending.push_async_callback(bridge.finish)
@@ -2845,50 +2841,84 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[Any] | None = None) 
         yield
 
 
-async def _run(options: _Options, stop: Future[None], started: Future[None]) -> None:
-    """One life of a server: build, accept, announce, run until `stop` or the client's end, close."""
-    serve_clients = _serve_stdio if options.transport == "stdio" else _serve_http
-    loop = asyncio.get_running_loop()
-    stopping = loop.create_future()
-    # Not `wrap_future`: it leaves a loop asleep that a signal handler interrupts in its own thread (from Python 3.14).
-    stop.add_done_callback(lambda _: loop.call_soon_threadsafe(stopping.cancel))
-    async with _Bridge(options) as bridge, serve_clients(bridge) as running:
-        ended = asyncio.create_task(asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED))
-        async with _announced(bridge, ended):
-            started.set_result(None)
-            await ended
-        if running.done():
-            running.result()  # an error that ended the transport is the caller's to see
+class _Life:
+    """One life of a server on an event loop: it begins with `run()`, and ends when told to or when its clients have.
 
-
-def _block(loop: asyncio.AbstractEventLoop, options: _Options, stop: Future[None], started: Future[None]) -> None:
-    """Run a server on an event loop of its own until it ends, or `stop` is cancelled: at any time, from any thread.
-
-    What keeps it from starting is the outcome of `started`; what ends it later is raised.
+    `started` is done once clients are accepted, with the app when a host serves it (`mounted`); what keeps it from that
+    is the outcome, and what ends it later is raised. Then, and from `stop()` on, it is `ending`.
     """
-    loop.set_default_executor(_ModuleThreads())
-    loop.set_exception_handler(_log_quietly)
-    life = loop.create_task(_run(options, stop, started))
-    life.add_done_callback(lambda _: stop.cancel())  # before anybody is told how it went: it may be started again
-    try:
-        while not life.done():
-            # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
+
+    def __init__(self, options: _Options, loop: asyncio.AbstractEventLoop, *, mounted: bool = False) -> None:
+        self._options = options
+        self._loop = loop
+        self._mounted = mounted
+        self._ended = loop.create_future()
+        self.started = Future[Any]()
+        self.ending = False
+
+    def stop(self) -> None:
+        """Tell it to end, at any time, from any thread or signal handler."""
+        self.ending = True
+        with contextlib.suppress(RuntimeError):  # its loop has been closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except BaseException as error:
+            self.ending = True  # before anybody is told: a server may be started again
+            if self.started.done():
+                raise
+            self.started.set_exception(error)
+
+    async def _run(self) -> None:
+        """Build, accept, announce, wait for the end, close."""
+        options = self._options
+        async with _Bridge(options) as bridge, contextlib.AsyncExitStack() as stack:
+            app, serving, where = None, None, ""
+            if self._mounted:
+                app = await _http_app(bridge)
+            elif options.transport == "stdio":
+                serving = await stack.enter_async_context(_serve_stdio(bridge))
+            else:
+                serving = await stack.enter_async_context(_serve_http(bridge))
+                where = f", at {options.url}"
+                if options.explorer:
+                    where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
+            if serving is not None:
+                serving.add_done_callback(lambda _: self.stop())
+            async with _announced(bridge, self._ended, where):
+                self.started.set_result(app)
+                await self._ended
+            if serving is not None and serving.done():
+                serving.result()  # an error that ended the transport is the caller's to see
+
+    def block(self) -> None:
+        """Run on a loop that is this life's own, and close it."""
+        loop = self._loop
+        loop.set_default_executor(_ModuleThreads())
+        loop.set_exception_handler(_log_quietly)
+        running = loop.create_task(self.run())
+        try:
+            while not running.done():
+                # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_until_complete(running)
+            running.result()
+        finally:
+            # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word of it.
+            loop.set_exception_handler(lambda *_: None)
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                loop.run_until_complete(life)
-        life.result()
-    except BaseException as error:
-        if started.done():
-            raise
-        started.set_exception(error)
-    finally:
-        # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to, nor a word about it.
-        loop.set_exception_handler(lambda *_: None)
-        for task in (tasks := asyncio.all_tasks(loop)):
-            task.cancel()
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            tasks.add(loop.create_task(loop.shutdown_asyncgens()))
-            loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-        loop.close()  # and the threads
+                tasks.add(loop.create_task(loop.shutdown_asyncgens()))
+                loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+            loop.close()  # and the threads
 
 
 def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -2925,8 +2955,21 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     """
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")
-    async with _Bridge(options) as bridge, _announced(bridge):
-        yield await _http_app(bridge)
+    from anyio import move_on_after
+
+    life = _Life(options, asyncio.get_running_loop(), mounted=True)
+    running = asyncio.create_task(life.run())  # what it opens may be closed by no other task; a host may use two for us
+    try:
+        yield await asyncio.shield(asyncio.wrap_future(life.started))
+    finally:
+        life.stop()
+        try:
+            with move_on_after(_SHUTDOWN_SECONDS + 1, shield=True):  # also where the host is being cancelled
+                await asyncio.wait({running})
+            await asyncio.wait({running})  # `on_shutdown` may take longer
+        finally:
+            running.cancel()
+        running.result()
 
 
 class MCPServer:
@@ -2939,9 +2982,9 @@ class MCPServer:
     def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
         _set_log_level(self._options)
-        self._lock, self._stop = threading.Lock(), Future[None]()
+        self._lock = threading.Lock()
+        self._life: _Life | None = None
         self._thread: threading.Thread | None = None
-        self.stop()
 
     def start(self) -> None:
         """Return once the server accepts clients; nothing happens when it does already.
@@ -2951,17 +2994,19 @@ class MCPServer:
         if threading.current_thread() is self._thread:  # `on_startup` need not wait for its own server
             return
         with self._lock:
-            if self._stop.cancelled():
+            if self._life is None or self._life.ending:
                 self.wait()
-                loop, self._stop, self._started = asyncio.new_event_loop(), Future[None](), Future[None]()
-                life = (loop, self._options, self._stop, self._started)
-                self._thread = threading.Thread(target=_block, args=life, name="apcore-mcp", daemon=True)
+                life = _Life(self._options, asyncio.new_event_loop())
+                self._life = life
+                self._thread = threading.Thread(target=life.block, name="apcore-mcp", daemon=True)
                 self._thread.start()
-        self._started.result()
+            life = self._life
+        life.started.result()
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given 5 seconds."""
-        self._stop.cancel()
+        if self._life is not None:
+            self._life.stop()
 
     def wait(self) -> None:
         """Block until the server has ended."""
@@ -2990,15 +3035,24 @@ def serve(options: _Options) -> None:
     # The public get_running_loop() says "none" by an exception.
     if asyncio.events._get_running_loop() is not None:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    stop, started = Future[None](), Future[None]()
+    life = _Life(options, asyncio.new_event_loop())
+    process = os.getpid()
+    former: dict[int, Any] = {}
 
     def handle(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process as if nobody had asked
-        stop.cancel()
+        if os.getpid() == process:
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the process as if nobody had asked
+            life.stop()
+        else:  # a process that a module forked, where it does what it would have done without us
+            signal.signal(number, former[number])
+            os.kill(os.getpid(), number)
 
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                stack.callback(signal.signal, number, signal.signal(number, handle))
-        _block(asyncio.new_event_loop(), options, stop, started)
-    started.result()
+                former[number] = signal.getsignal(number)
+                if former[number] is not None:  # else it is the business of the program that Python is embedded in
+                    stack.callback(signal.signal, number, former[number])
+                    signal.signal(number, handle)
+        life.block()
+    life.started.result()

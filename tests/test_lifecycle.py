@@ -18,12 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import httpx
 import pytest
 from apcore import Config, Executor, Middleware, Registry
-from conftest import HANDSHAKE, MODERN, RawClient, connect, echo, free_port, registry_of, serving
+from conftest import HANDSHAKE, MODERN, PROGRAM, RawClient, connect, echo, free_port, hosting, registry_of, serving
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from starlette.applications import Starlette
@@ -770,3 +771,150 @@ async def test_two_apps_of_one_registry_live_side_by_side_and_one_after_the_othe
                 async with asgi_client(app) as client:
                     answer = await client.post("/mcp", json=INITIALIZE)
                     assert f'"name":"{name}"' in answer.text.replace(" ", "")
+
+
+FORKING = (
+    PROGRAM
+    + """
+import multiprocessing, signal
+children = []
+
+@tool
+def fork(inputs, context):
+    ours, theirs = multiprocessing.Pipe()
+    def live(pipe):
+        pipe.send("up")
+        threading.Event().wait(60)
+    child = multiprocessing.get_context("fork").Process(target=live, args=(theirs,), daemon=True)
+    child.start()
+    children.append(child)
+    assert ours.recv() == "up"
+    return {"pid": child.pid}
+
+@tool
+def terminate(inputs, context):
+    os.kill(children[0].pid, inputs["number"])
+    children[0].join(10)
+    return {"exit": children[0].exitcode}
+
+serve(registry)
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_process_that_a_module_forked_ends_by_a_signal_and_with_the_server(number: signal.Signals) -> None:
+    with RawClient([sys.executable, "-c", FORKING]) as client:
+        client.initialize()
+        for _ in range(2):
+            client.request("tools/call", {"name": "t.fork", "arguments": {}})
+        told = client.request("tools/call", {"name": "t.terminate", "arguments": {"number": int(number)}})
+        ended = told["result"]["structuredContent"]["exit"]
+        assert ended == (-signal.SIGTERM if number is signal.SIGTERM else 1)  # of Ctrl-C, Python makes an error
+        client.process.send_signal(signal.SIGTERM)  # the second child is a daemon: it is terminated and waited for
+        assert client.process.wait(20) == 0
+
+
+def test_a_signal_that_the_embedding_program_handles_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C code installed its handler, so Python knows none to give back."""
+    taken: list[int] = []
+    real = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else real(number))
+    server_up = threading.Event()
+
+    def on_startup() -> None:
+        taken.append(real(signal.SIGTERM) is before)
+        server_up.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = real(signal.SIGTERM)
+    serve(registry_of(), transport="streamable-http", port=free_port(), on_startup=on_startup)
+    assert taken == [True]
+    assert real(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("ending", ["plain", "anyio-scope", "task-cancelled", "timeout"])
+async def test_async_serve_leaves_nothing_in_its_hosts_loop_however_it_ends(ending: str) -> None:
+    running, ended, left = asyncio.Event(), asyncio.Event(), []
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return {}
+
+    downs: list[str] = []
+
+    async def on_shutdown() -> None:
+        await asyncio.sleep(0)
+        downs.append("down")
+
+    async def host() -> None:
+        async with (
+            async_serve(registry_of({"work": work}), on_shutdown=on_shutdown) as app,
+            asgi_client(app) as client,
+        ):
+            about: dict[str, Any] = {"io.modelcontextprotocol/protocolVersion": MODERN}
+            about |= {"io.modelcontextprotocol/clientInfo": {"name": "x", "version": "1"}}
+            about |= {"io.modelcontextprotocol/clientCapabilities": {}}
+            params = {"name": "work", "arguments": {}, "_meta": about}
+            body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+            headers = {"Accept": "application/json, text/event-stream", "Mcp-Method": "tools/call"}
+            headers |= {"Mcp-Name": "work", "MCP-Protocol-Version": MODERN}
+            call = asyncio.create_task(client.post("/mcp", json=body, headers=headers))
+            left.append(call)
+            await running.wait()
+            if ending == "plain":
+                return
+            if ending == "anyio-scope":
+                scope.cancel()
+            elif ending == "task-cancelled":
+                cast(Any, asyncio.current_task()).cancel()
+            await asyncio.sleep(60)
+
+    before = asyncio.all_tasks()
+    with anyio.CancelScope() as scope, contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        async with asyncio.timeout(0.5 if ending == "timeout" else 30):
+            await asyncio.create_task(host()) if ending == "task-cancelled" else await host()
+    await asyncio.wait(left, timeout=10)
+    assert ended.is_set()
+    assert downs == ["down"]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() - before == set()
+
+
+async def test_async_serve_may_be_entered_in_one_task_and_left_in_another() -> None:
+    """As every fixture of pytest-asyncio is."""
+    manager = async_serve(registry_of({"echo": echo}))
+    app = await asyncio.create_task(manager.__aenter__())
+    async with hosting(app) as url, Client(f"{url}/mcp", cache=None) as client:
+        assert (await client.call_tool("echo", {"a": 1})).structured_content == {"a": 1}
+    await asyncio.create_task(manager.__aexit__(None, None, None))
+
+
+async def test_async_serve_that_is_cancelled_while_it_starts_leaves_nothing() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def on_startup() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def host() -> None:
+        async with async_serve(registry_of(), on_startup=on_startup):
+            raise AssertionError("it has started")
+
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(host())
+    await begun.wait()
+    task.cancel()
+    await asyncio.wait({task}, timeout=10)
+    assert task.cancelled()
+    assert ended.is_set()
+    assert asyncio.all_tasks() - before == set()
