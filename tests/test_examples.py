@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import importlib
 import json
 import os
@@ -17,10 +18,13 @@ from typing import Any
 import httpx
 import pytest
 from apcore import BindingLoader, Executor, Registry
-from conftest import EXTENSIONS, ROOT, command, free_port, stdio, until
+from conftest import EXTENSIONS, ROOT, RawClient, command, free_port, stdio, until
 from mcp.client import Client
 from pydantic_core import to_jsonable_python
+from starlette.testclient import TestClient
 from test_eras import answer, modern
+
+import apcore_mcp
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -148,6 +152,14 @@ def test_who_has_the_role_is_let_in_and_nobody_else(tmp_path: Path) -> None:
     assert (bob, nobody) == ("token-of-bob: Access denied", "token-of-nobody: Access denied")
 
 
+def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(tmp_path: Path) -> None:
+    refused, metadata, health, called = run(tmp_path, "oauth.py").splitlines()
+    assert refused.startswith("401 Bearer ")
+    assert 'resource_metadata="http://127.0.0.1/.well-known/oauth-protected-resource/mcp"' in refused
+    assert json.loads(metadata)["authorization_servers"] == ["https://login.example.com/"]
+    assert (health, called) == ("health: 200", "{'owner': 'ann'}")
+
+
 # ---- README.md ----
 
 README = (ROOT / "README.md").read_text()
@@ -158,15 +170,12 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
-    import apcore
-
-    import apcore_mcp
-
     for block in blocks("python"):
         compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        for package, names in re.findall(r"^from (apcore|apcore_mcp) import (.+)$", block, flags=re.MULTILINE):
-            module: Any = apcore if package == "apcore" else apcore_mcp
-            assert all(hasattr(module, name) for name in names.split(", ")), names
+        for package, names in re.findall(r"^from ([\w.]+) import (.+)$", block, flags=re.MULTILINE):
+            if package.partition(".")[0] not in ("openai", "fastapi", "shop"):  # others', and the reader's
+                module = importlib.import_module(package)
+                assert all(hasattr(module, name) for name in names.split(", ")), names
     used = " ".join(re.findall(r"^from apcore_mcp import (.+)$", README, flags=re.MULTILINE))
     functions = {name for name in apcore_mcp.__all__ if name.islower() and not name.startswith("_")}
     assert functions - {"from_openai_name"} <= set(used.replace(",", "").split())
@@ -181,14 +190,63 @@ async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_ther
     assert json.dumps(result.structured_content) in README
 
 
-def test_what_the_readme_shows_of_the_examples_stands_in_them() -> None:
-    shown = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
-    tokens = next(block for block in blocks("python") if "class BearerTokens" in block)
-    cores = next(block for block in blocks("python") if "stateless=True" in block)
-    for block, name in ((tokens, "bearer_token.py"), (cores, "several_cores.py")):
-        typed = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", shown[name], flags=re.MULTILINE)
-        missing = [line for line in block.splitlines() if line not in typed.splitlines()]
-        assert [line for line in missing if not line.startswith("serve(")] == []
+def test_the_classes_that_the_readme_shows_stand_in_the_examples() -> None:
+    for name, example in (("BearerTokens", "bearer_token.py"), ("Protected", "oauth.py")):
+        shown = re.search(rf"^class {name}\b.+?(?=^\S|\Z)", "\n".join(blocks("python")), re.DOTALL | re.MULTILINE)
+        assert shown is not None
+        typed = (ROOT / "examples" / example).read_text()
+        untyped = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", typed, flags=re.MULTILINE)
+        assert [line for line in shown[0].splitlines() if line not in untyped.splitlines()] == []
+
+
+def test_each_snippet_of_the_readme_carries_its_imports() -> None:
+    for block in blocks("python"):
+        known, used = {*dir(builtins), "__name__"}, set()
+        for node in ast.walk(
+            compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+        ):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                known.update(alias.asname or alias.name for alias in node.names)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                known.add(node.name)
+            elif isinstance(node, ast.Name):
+                names = used if isinstance(node.ctx, ast.Load) else known
+                names.add(node.id)
+        assert used <= known, block
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the first tool of the README, in which the program stands."""
+    (tmp_path / "extensions").mkdir()
+    (tmp_path / "extensions" / "text.py").write_text(blocks("python")[0])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def block_with(text: str) -> str:
+    return next(block for block in blocks("python") if text in block)
+
+
+def test_the_first_program_of_the_readme_serves_the_first_tool(project: Path) -> None:
+    (project / "program.py").write_text(blocks("python")[1])
+    with RawClient([sys.executable, "program.py"], cwd=project, env=ENVIRONMENT) as client:
+        client.initialize()
+        assert [tool["name"] for tool in client.request("tools/list", {})["result"]["tools"]] == ["text.shout"]
+
+
+def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Path) -> None:
+    program: dict[str, Any] = {}
+    exec(block_with("async_serve"), program)
+    posted = modern("tools/call", {"name": "text.shout", "arguments": {"text": "hi"}})
+    with TestClient(program["app"]) as http:
+        for host in ("tools.example.com", "localhost:8000", "127.0.0.1:8000"):
+            response = http.post(f"http://{host}/agents/mcp", **posted)
+            assert answer(response)["result"]["structuredContent"] == {"result": "HI"}
 
 
 def test_the_flags_of_the_readme_are_those_of_the_command_line() -> None:
