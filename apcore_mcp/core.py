@@ -70,6 +70,7 @@ from apcore import (
     APCore,
     Config,
     Executor,
+    FunctionModule,
     ModuleAnnotations,
     ModuleDescriptor,
     ModuleError,
@@ -602,16 +603,18 @@ class _AnnotationMapper:
     `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `alias` is the
     name that apcore's display overlay wishes for; the overlay's description wins over the module's. A paragraph each
     follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated since 1.2, until
-    2.0. Use image.scale."
+    2.0. Use image.scale." The overlay stands in the metadata (apcore-toolkit puts it there), or is the `display` that a
+    function or a binding was registered with.
     """
 
-    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy]) -> None:
-        self._descriptor, declared = descriptor, descriptor.annotations or _DEFAULT_ANNOTATIONS
+    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy], display: Any) -> None:
+        self._descriptor = descriptor
+        declared = descriptor.annotations or _DEFAULT_ANNOTATIONS
         asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
         self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
-        overlay = (metadata.get("display") or {}).get("mcp") or {}
+        overlay = (metadata.get("display") or display or {}).get("mcp") or {}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         paragraphs = [overlay.get("description") or descriptor.description]
         if guidance := overlay.get("guidance"):
@@ -619,9 +622,10 @@ class _AnnotationMapper:
         for title in _FOR_AGENTS:
             if advice := metadata.get(f"x-{title.lower().replace(' ', '-')}"):
                 paragraphs.append(f"{title}: {advice}")
-        if told := metadata.get("x-deprecation"):
-            facts = ", ".join(f"{word} {told[key]}" for key, word in _DEPRECATED.items() if told.get(key))
-            paragraphs.append(f"{f'Deprecated {facts}'.strip()}. {told.get('migration_guide') or ''}")
+        if notice := metadata.get("x-deprecation"):
+            facts = ", ".join(f"{word} {notice[key]}" for key, word in _DEPRECATED.items() if notice.get(key))
+            sentence = f"Deprecated {facts}".strip()
+            paragraphs.append(f"{sentence}. {notice.get('migration_guide') or ''}")
         self.description = "\n\n".join(paragraphs).strip()
 
     def to_mcp(self) -> dict[str, Any]:
@@ -649,10 +653,11 @@ class _Tool:
     ValueError or KeyError when the module cannot be a tool, saying why.
     """
 
-    def __init__(self, descriptor: ModuleDescriptor, options: _Options) -> None:
-        self.descriptor, self.module_id = descriptor, descriptor.module_id
+    def __init__(self, descriptor: ModuleDescriptor, options: _Options, display: Any) -> None:
+        self.descriptor = descriptor
+        self.module_id = descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
-        self.told = _AnnotationMapper(descriptor, options.policies())
+        self.told = _AnnotationMapper(descriptor, options.policies(), display)
         self.name = self.told.alias
         if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
@@ -1328,7 +1333,7 @@ class _ToolCatalog:
             assert descriptor is not None, "it has no definition"
             if self._options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
                 return None
-            return _Tool(descriptor, self._options)
+            return _Tool(descriptor, self._options, module.display if isinstance(module, FunctionModule) else None)
         return None
 
     def _follow_files(self, files: _Files) -> None:
@@ -1861,7 +1866,7 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
             return await super().request_approval(request)
         label = _label(request.module_id, call.caller)
         logger.warning("%s is let through without approval: its user cannot be asked", label)
-        return ApprovalResult(status="approved")
+        return ApprovalResult(status="approved", reason=_NOBODY)
 
 
 def _approval_question(request: ApprovalRequest) -> str:

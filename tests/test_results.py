@@ -23,7 +23,7 @@ from uuid import UUID
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, Registry
+from apcore import ACL, ACLRule, Config, Executor, FunctionModule, Middleware, ModuleAnnotations, Registry
 from apcore.policy import ExecutionPolicy, PolicyRule
 from conftest import ANYTHING, HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from jsonschema import Draft202012Validator
@@ -873,6 +873,23 @@ def called(**aliases: Any) -> dict[str, Any]:
         display = {"display": {"mcp": {"alias": alias}}}
         modules[module_id] = FunctionalModule(lambda inputs, context, own=module_id: {"i_am": own}, metadata=display)
     return modules
+
+
+async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says_nothing() -> None:
+    """`display:` of a `*.binding.yaml`, which apcore's loader keeps beside the metadata, and of `@module`."""
+    display = {"mcp": {"alias": "shrink", "guidance": "Ask first."}}
+    other = {"display": {"mcp": {"alias": "other"}}}
+
+    def work() -> dict[str, Any]:
+        return {}
+
+    modules = {
+        "image.resize": FunctionModule(work, "image.resize", "Makes it smaller.", display=display),
+        "image.store": FunctionModule(work, "image.store", "Keeps it.", display=display, metadata=other),
+    }
+    async with connect(modules) as client:
+        told = {tool.name: tool.description for tool in (await client.list_tools()).tools}
+    assert told == {"shrink": "Makes it smaller.\n\nGuidance: Ask first.", "other": "Keeps it."}
 
 
 async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood(mode: str) -> None:
