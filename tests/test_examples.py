@@ -104,10 +104,12 @@ def pid() -> int:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
+@pytest.mark.timeout(120)
 def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp_path: Path) -> None:
     """The command is the one of the example; that each worker answers is all that is asked of its speed."""
     (tmp_path / "with_pid.py").write_text(WITH_PID)
     (line,) = re.findall(r"^    (granian(?:.+\\\n)+.+)", (ROOT / "examples" / "several_cores.py").read_text(), re.M)
+    assert " ".join(line.replace("\\\n", "").split()) in " ".join(README.replace("\\\n", "").split())
     _, *options, _ = line.replace("\\\n", "").replace("--workers 4", "--workers 2").split()
     port, log = free_port(), tmp_path / "log"
     granian = [sys.executable, "-m", "granian", *options, "--respawn-interval", "0.1", "--port", str(port)]
