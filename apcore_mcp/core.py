@@ -42,6 +42,7 @@ import json
 import logging
 import math
 import os
+import posixpath
 import queue
 import re
 import runpy
@@ -2336,7 +2337,9 @@ class _Explorer:
     async def server(self, request: Request) -> Response:
         told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}
         told |= {"version": self._options.version or __version__, "allowExecute": self._options.allow_execute}
-        return self._answer({**told, "endpoint": request.scope.get("root_path", "") + urlsplit(self._options.url).path})
+        # Relative to the page, which knows where it is: a proxy may have taken a prefix away.
+        told["endpoint"] = posixpath.relpath(urlsplit(self._options.url).path, self._options.explorer_prefix)
+        return self._answer(told)
 
     async def tools(self, request: Request) -> Response:
         listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")

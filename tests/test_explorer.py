@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from datetime import date
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -68,7 +69,8 @@ def test_the_page_is_where_the_prefix_says(transport: str, prefix: str) -> None:
         assert client.get(f"{at}/").headers["content-type"] == "text/html; charset=utf-8"
         assert client.get(at, follow_redirects=True).url.path == f"{at}/"
         assert len(client.get(f"{at}/tools").json()) == 4
-        assert client.get(f"{at}/server").json()["endpoint"] == ("/sse" if transport == "sse" else "/mcp")
+        endpoint = client.get(f"{at}/server").json()["endpoint"]
+        assert urljoin(f"{at}/", endpoint) == ("/sse" if transport == "sse" else "/mcp")
         assert (client.get("/explorer/").status_code == 404) == (at != "/explorer")
 
 
@@ -85,7 +87,7 @@ def test_the_server_says_what_it_is() -> None:
     with serving(registry_of(modules()), explorer=True, **options) as url:
         told = httpx.get(f"{url}/explorer/server").json()
     expected = {key: value for key, value in options.items() if key != "allow_execute"}
-    assert told == {**expected, "endpoint": "/sse", "allowExecute": True}
+    assert told == {**expected, "endpoint": "../sse", "allowExecute": True}
 
 
 def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
@@ -122,7 +124,7 @@ def test_only_listed_tools_can_be_seen_or_run(options: dict[str, Any]) -> None:
         assert httpx.post(f"{url}/explorer/tools/t.fail/call", json={}).status_code == 404
 
 
-async def test_an_app_under_a_prefix_of_its_own_names_its_endpoint_in_full() -> None:
+async def test_the_endpoint_is_told_relative_to_the_page_wherever_the_app_is_mounted() -> None:
     from starlette.applications import Starlette
     from starlette.routing import Mount
 
@@ -131,7 +133,7 @@ async def test_an_app_under_a_prefix_of_its_own_names_its_endpoint_in_full() -> 
         transport = httpx.ASGITransport(app=outer)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             assert (await client.get("/agents/explorer/")).status_code == 200
-            assert (await client.get("/agents/explorer/server")).json()["endpoint"] == "/agents/mcp"
+            assert (await client.get("/agents/explorer/server")).json()["endpoint"] == "../mcp"
 
 
 # ---- What it runs ----

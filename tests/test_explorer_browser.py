@@ -6,7 +6,9 @@ import asyncio
 import base64
 import contextlib
 import http.server
+import itertools
 import json
+import os
 import re
 import shutil
 import struct
@@ -23,9 +25,13 @@ from apcore import ModuleAnnotations
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.requests import HTTPConnection
 
 pytest.importorskip("playwright.sync_api")
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"), pytest.mark.once]
@@ -205,6 +211,41 @@ def arguments(page: Page) -> Any:
     return json.loads(page.get_by_label("Arguments as JSON").input_value())
 
 
+@contextlib.contextmanager
+def one_tool(new_page: Callable[..., Page], schema: dict[str, Any], **attributes: Any) -> Iterator[Page]:
+    """A page that shows the tool `t.one`, which takes `schema` and answers with its arguments."""
+    module = FunctionalModule(echo, **{"input_schema": schema, **attributes})
+    with serving(registry_of({"t.one": module}), explorer=True, allow_execute=True) as url:
+        yield opened(new_page(), url, "t.one")
+
+
+def write_json(page: Page, text: str) -> None:
+    """Types `text` into the JSON view and goes back to the form."""
+    page.get_by_role("button", name="JSON", exact=True).click()
+    page.get_by_label("Arguments as JSON").fill(text)
+    page.get_by_role("button", name="Form", exact=True).click()
+
+
+def sent(page: Page) -> str:
+    """Presses Run; the body of the call."""
+    with page.expect_request(lambda request: request.method == "POST") as request:
+        run(page)
+    body = request.value.post_data
+    assert body is not None
+    return body
+
+
+def refused(page: Page) -> Locator:
+    """Presses Run, which must send nothing; the sentence beside it."""
+    calls: list[str] = []
+    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    run(page)
+    sentence = page.get_by_role("main").get_by_role("status")
+    expect(sentence).to_contain_text("Not run")
+    assert calls == []
+    return sentence
+
+
 # ---- The list ----
 
 
@@ -292,6 +333,81 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Cal
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
     expect(page.get_by_text("Is the server still running?")).to_be_visible()
+
+
+def many_modules() -> dict[str, Any]:
+    """Eighty modules in eight groups; their titles are in another order than their ids."""
+    groups = "billing crm files mail orders reports search users".split()
+    return {
+        f"{group}.act_{number}": FunctionalModule(
+            echo,
+            description=f"Does number {number} of {group}",
+            tags=["write" if number % 2 else "read"],
+            metadata={"display": {"mcp": {}}},
+            name=f"Work {(7 * number) % 10}",
+        )
+        for group in groups
+        for number in range(10)
+    }
+
+
+def test_eighty_tools_stand_in_groups_that_can_be_closed(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(many_modules()), explorer=True) as url:
+        page = new_page(viewport={"width": 1280, "height": 800})
+        page.goto(f"{url}/explorer/")
+        tools = page.get_by_role("navigation", name="Tools")
+        groups = tools.locator("details:has(a) > summary")
+        expect(groups).to_have_count(8)
+        labels = [label.split()[0] for label in groups.all_inner_texts()]
+        assert labels == sorted(labels)
+        assert page.locator("#list").evaluate("list => list.scrollHeight") < 1000, "the groups can be seen at a glance"
+        groups.filter(has_text="crm").click()
+        expect(tools.get_by_role("link").first).to_be_visible()
+        assert tools.get_by_role("link").locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
+        page.get_by_role("button", name="Refresh").click()
+        expect(tools.get_by_role("link")).to_have_count(10)
+        groups.filter(has_text="crm").click()
+        expect(tools.get_by_role("link")).to_have_count(0)
+        page.get_by_label("Search tools").fill("act_3")
+        expect(tools.get_by_role("link")).to_have_count(8)
+        page.get_by_label("Search tools").fill("")
+        expect(tools.get_by_role("link")).to_have_count(0)
+        page.goto(f"{url}/explorer/#mail.act_4")
+        expect(tools.get_by_role("link")).to_have_count(10)
+
+
+def test_tags_filter_the_list(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(many_modules()), explorer=True) as url:
+        page = new_page()
+        page.goto(f"{url}/explorer/")
+        tools = page.get_by_role("navigation", name="Tools")
+        page.get_by_label("Tag").select_option("read")
+        expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
+        page.get_by_label("Search tools").fill("mail")
+        expect(tools.get_by_role("link")).to_have_count(5)
+        page.get_by_role("button", name="Refresh").click()
+        expect(tools.get_by_role("status")).to_have_text("5 of 80 tools")
+        expect(page.get_by_label("Tag")).to_have_value("read")
+
+
+def test_a_name_of_two_dots_is_no_tool(new_page: Callable[..., Page], url: str) -> None:
+    for name in ("..", "."):
+        page = new_page()
+        page.goto(f"{url}/explorer/#{name}")
+        expect(page.get_by_role("alert")).to_have_text(f"Tool '{name}' not found")
+
+
+def test_behind_a_proxy_that_strips_a_prefix_the_address_has_it(new_page: Callable[..., Page]) -> None:
+    for options, name in (({}, "mcp"), ({"transport": "sse"}, "sse"), ({"explorer_prefix": "/a/b"}, "mcp")):
+        with serving(registry_of({"a.b": echo}), explorer=True, **options) as url:
+
+            def forward(route: Route, *, url: str = url) -> None:
+                route.fulfill(response=route.fetch(url=route.request.url.replace(f"{url}/tools/", f"{url}/", 1)))
+
+            page = new_page()
+            page.route(f"{url}/tools/**", forward)
+            page.goto(f"{url}/tools{options.get('explorer_prefix', '/explorer')}/")
+            expect(page.get_by_text(f"{url}/tools/{name}", exact=True)).to_be_visible()
 
 
 # ---- The form ----
@@ -397,6 +513,258 @@ def test_examples_fill_the_form_and_documentation_is_shown(new_page: Callable[..
     expect(page.get_by_text('"description": "Who pays"')).to_be_visible()
 
 
+LINES = "SELECT 1 -- one\nFROM t\n"
+TEXTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string"},
+        "key": {"type": "string", "x-sensitive": True},
+        "note": {"anyOf": [{"type": "string", "format": "uri"}, {"type": "null"}]},
+        "steps": {"type": "array", "items": {"type": "string"}},
+        "names": {"type": "object", "additionalProperties": {"type": "string"}},
+        "limit": {"type": "integer"},
+    },
+    "required": ["query"],
+}
+
+
+def test_every_text_keeps_its_lines(new_page: Callable[..., Page]) -> None:
+    given = {"query": LINES, "key": LINES, "note": "a\r\nb", "steps": [LINES, "b"], "names": {"a": LINES, "": "c"}}
+    with one_tool(new_page, TEXTS, examples=[ModuleExample(title="Lines", inputs=given)]) as page:
+        page.get_by_label("Fill in an example").select_option("Lines")
+        assert json.loads(sent(page)) == given
+        page.get_by_label("limit").fill("3")
+        assert json.loads(sent(page)) == {**given, "limit": 3}
+        for label in ("query", "key", "note"):
+            page.get_by_label(re.compile(f"^{label} ")).fill("x\ny")
+        page.get_by_role("textbox", name="steps 2").fill("s\nt")
+        changed = {"query": "x\ny", "key": "x\ny", "note": "x\ny", "steps": [LINES, "s\nt"], "limit": 3}
+        assert json.loads(sent(page)) == {**given, **changed}
+        page.get_by_label("query").press("Enter")
+        assert json.loads(sent(page))["query"] == "x\ny\n"
+
+
+def test_what_is_secret_is_not_shown_while_it_is_typed(new_page: Callable[..., Page]) -> None:
+    with one_tool(new_page, TEXTS) as page:
+        page.get_by_label("key").fill("hunter2\nhunter3")
+        assert page.get_by_label("key").evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc"
+
+
+NULLS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "list": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}], "default": [1]},
+        "must": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+        "object": {
+            "anyOf": [{"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}, {"type": "null"}]
+        },
+        "either": {"oneOf": [{"const": "x"}, {"type": "integer"}, {"type": "null"}]},
+        "both": {"anyOf": [{"const": "x"}, {"type": "null"}]},
+        "map": {"anyOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "null"}]},
+        "number": {"anyOf": [{"type": "number"}, {"type": "null"}], "default": 1},
+        "other": {"type": "string"},
+    },
+    "required": ["must", "object", "either", "both"],
+}
+
+
+def test_a_null_stays_null_until_somebody_edits_it(new_page: Callable[..., Page]) -> None:
+    given = dict.fromkeys(("list", "must", "object", "either", "both", "map", "number"))
+    with one_tool(new_page, NULLS) as page:
+        assert arguments(page) == {"list": [1], "must": [], "object": {"a": 7}, "either": "x", "both": "x", "number": 1}
+        write_json(page, json.dumps(given))
+        assert json.loads(sent(page)) == given
+        page.get_by_label("other").fill("text")
+        assert json.loads(sent(page)) == {**given, "other": "text"}
+        expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
+        expect(
+            page.get_by_role("form", name="Arguments").get_by_text(re.compile("null")).locator("visible=true")
+        ).to_have_count(7)
+        page.get_by_role("button", name="Add to must").click()
+        page.get_by_role("textbox", name="must 1").fill("5")
+        page.get_by_label("number").fill("2")
+        assert json.loads(sent(page)) == {**given, "other": "text", "must": [5], "number": 2}
+
+
+def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(new_page: Callable[..., Page]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "day": {"type": "string", "format": "date"},
+            "colour": {"enum": ["red", "green"]},
+            "flag": {"type": "boolean"},
+            "sizes": {"type": "array", "items": {"type": "integer"}},
+            "kind": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+        },
+    }
+    given = {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]}
+    examples = [ModuleExample(title="German", inputs={"day": "31.01.2025"})]
+    with one_tool(new_page, schema, examples=examples) as page:
+        page.get_by_label("Fill in an example").select_option("German")
+        expect(page.get_by_label(re.compile("^day"))).to_have_accessible_description(re.compile("31.01.2025"))
+        assert json.loads(sent(page)) == {"day": "31.01.2025"}
+        write_json(page, json.dumps(given))
+        for value in given.values():
+            expect(page.get_by_role("form", name="Arguments")).to_contain_text(json.dumps(value, separators=(",", ":")))
+        assert json.loads(sent(page)) == given
+        page.get_by_label(re.compile("^day")).fill("2025-01-31")
+        expect(page.get_by_role("form", name="Arguments")).not_to_contain_text("31.01.2025")
+        assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
+
+
+def test_half_written_json_is_never_run_as_something_else(new_page: Callable[..., Page]) -> None:
+    schema = {"type": "object", "properties": {"any": {"description": "Any value"}, "n": {"type": "integer"}}}
+    with one_tool(new_page, schema) as page:
+        page.get_by_label("n integer").fill("4")
+        write_json(page, '{"n": 5')
+        refused(page)
+        expect(page.get_by_label("Arguments as JSON")).to_be_focused()
+        page.get_by_label("Arguments as JSON").fill('{"n": 5}')
+        assert json.loads(sent(page)) == {"n": 5}
+        page.get_by_role("button", name="Form", exact=True).click()
+        page.get_by_label("any").fill('{"a": ')
+        refused(page)
+        expect(page.get_by_label("any")).to_be_focused()
+        expect(page.get_by_label("any")).to_have_accessible_description(re.compile("JSON"))
+        page.get_by_label("n integer").fill("6")
+        page.get_by_text("curl", exact=True).click()
+        expect(page.get_by_text("curl -sS")).to_have_count(0)
+        page.get_by_label("any").fill('{"a": 1}')
+        assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 6}
+        expect(page.get_by_text("curl -sS")).to_be_visible()
+
+
+def test_every_entry_of_a_map_is_data(new_page: Callable[..., Page]) -> None:
+    schema = {"type": "object", "properties": {"map": {"type": "object", "additionalProperties": {"type": "integer"}}}}
+    with one_tool(new_page, schema) as page:
+        text = '{"map":{"":1,"__proto__":2,"constructor":3,"toString":4}}'
+        write_json(page, text)
+        page.get_by_role("textbox", name="constructor").fill("5")
+        assert sent(page).replace("\n", "").replace(" ", "") == text.replace("3", "5")
+        page.get_by_role("button", name="Add an entry").click()
+        expect(refused(page)).to_contain_text("empty")
+        page.get_by_label("Name").last.fill("constructor")
+        page.get_by_label("value", exact=False).last.fill("6")
+        expect(refused(page)).to_contain_text("constructor")
+
+
+def test_a_number_is_sent_with_all_its_digits(new_page: Callable[..., Page]) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "number"}, "m": {"type": "number"}}}
+    with one_tool(new_page, schema) as page:
+        page.get_by_label("n number").fill("1e400")
+        page.get_by_label("m number").fill("0.12345678901234567890")
+        assert sent(page).split() == '{ "n": 1e400, "m": 0.12345678901234567890 }'.split()
+
+
+def test_properties_are_data_whatever_they_are_called(new_page: Callable[..., Page]) -> None:
+    branches = [
+        {"title": "First", "type": "object", "properties": {"constructor": {"type": "integer"}}},
+        {
+            "title": "Second",
+            "type": "object",
+            "properties": {"a": {"type": "string"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        {"title": "Third", "type": "object", "properties": {"b": {"type": "integer"}}, "required": ["constructor"]},
+    ]
+    hidden = {"allOf": [{"properties": json.loads('{"__proto__": {"type": "integer"}, "x": {"type": "integer"}}')}]}
+    schema = {"type": "object", "properties": {"pick": {"anyOf": branches[::-1]}, "all": {"type": "object", **hidden}}}
+    with one_tool(new_page, schema) as page:
+        write_json(page, '{"pick": {"a": "z"}, "all": {"__proto__": 1}}')
+        expect(page.get_by_label("Kind of pick").locator("option:checked")).to_have_text("Second")
+        expect(page.get_by_label("__proto__")).to_have_value("1")
+        page.get_by_label("__proto__").fill("2")
+        page.get_by_label("x integer").fill("3")
+        assert arguments(page) == {"pick": {"a": "z"}, "all": {"__proto__": 2, "x": 3}}
+        write_json(page, '{"pick": {"b": 1}}')
+        expect(page.get_by_label("Kind of pick").locator("option:checked")).to_have_text("First")
+
+
+CARD = {"title": "Card", "type": "object", "properties": {"number": {"type": "string"}}, "required": ["number"]}
+CASH = {"title": "Cash", "type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "labels"),
+    [
+        pytest.param({"type": "object", "oneOf": [CASH, CARD]}, ["Kind of arguments", "amount"], id="one-of"),
+        pytest.param({"type": "object"}, ["Add an entry"], id="open"),
+        pytest.param(
+            {"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, ["Add an entry"], id="pattern"
+        ),
+    ],
+)
+def test_a_tool_that_takes_arguments_has_a_form(
+    new_page: Callable[..., Page], schema: dict[str, Any], labels: list[str]
+) -> None:
+    with one_tool(new_page, schema) as page:
+        expect(page.get_by_text("takes no arguments")).to_have_count(0)
+        for label in labels:
+            control = page.get_by_label(label).or_(page.get_by_role("button", name=label))
+            expect(control).to_be_visible()
+        given = {"number": "4"} if "oneOf" in schema else {"xa": 1}
+        write_json(page, json.dumps(given))
+        page.get_by_label("number string" if "oneOf" in schema else re.compile("^xa")).fill("55")
+        assert json.loads(sent(page)) == ({"number": "55"} if "oneOf" in schema else {"xa": 55})
+
+
+def test_a_tool_without_arguments_says_so(new_page: Callable[..., Page]) -> None:
+    with one_tool(new_page, {"type": "object", "properties": {}, "additionalProperties": False}) as page:
+        expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
+        assert sent(page) == "{}"
+
+
+def test_limits_and_defaults_of_many_digits_are_shown(new_page: Callable[..., Page]) -> None:
+    big = 2**60 + 1
+    properties = {
+        "either": {"type": ["string", "integer"], "default": big},
+        "limited": {"type": "integer", "maximum": big},
+        "only": {"anyOf": [{"const": big}, {"type": "string"}]},
+    }
+    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
+        expect(page.get_by_text(f"≤ {big}")).to_be_visible()
+        assert json.loads(sent(page)) == {"either": big}
+
+
+def test_a_refresh_loses_nothing_that_was_typed(new_page: Callable[..., Page]) -> None:
+    def asks_for(*names: str) -> FunctionalModule:
+        properties = {name: {"type": "string", "default": name.upper()} for name in names}
+        return FunctionalModule(echo, input_schema={"type": "object", "properties": properties})
+
+    def refresh() -> None:
+        with page.expect_response(re.compile("/tools/t.one$")):
+            page.get_by_role("button", name="Refresh").click()
+
+    registry = registry_of({"t.one": asks_for("a", "b"), "t.two": asks_for("c")})
+    with serving(registry, explorer=True, allow_execute=True) as url:
+        page = opened(new_page(), url, "t.one")
+        page.get_by_label("a string").fill("typed")
+        expect(run(page)).to_contain_text("typed")
+        refresh()
+        expect(page.get_by_label("a string")).to_have_value("typed")
+        expect(page.get_by_role("region", name="Result")).to_contain_text("typed")
+        registry.unregister("t.one")
+        registry.register("t.one", asks_for("a", "new"))
+        refresh()
+        expect(page.get_by_label("new string")).to_be_visible()
+        assert arguments(page) == {"a": "typed", "b": "B"}, "what was sent before"
+        write_json(page, '{"a": "half')
+        registry.unregister("t.one")
+        registry.register("t.one", asks_for("a", "newer"))
+        refresh()
+        expect(page.get_by_label("newer string")).to_be_attached()
+        expect(page.get_by_label("Arguments as JSON")).to_have_value('{"a": "half')
+        refused(page)
+        page.get_by_role("link", name="t.two").click()
+        expect(page.get_by_label("c string")).to_have_value("C")
+        registry.unregister("t.two")
+        registry.register("t.two", asks_for("d"))
+        page.get_by_role("button", name="Refresh").click()
+        expect(page.get_by_label("d string")).to_have_value("D")
+        assert arguments(page) == {"d": "D"}, "nothing was typed, so the new defaults hold"
+
+
 # ---- Running ----
 
 
@@ -499,7 +867,142 @@ def test_the_curl_that_is_copied_runs_in_a_shell(new_page: Callable[..., Page], 
     assert result["given"]["customer"] == AWKWARD
 
 
+def test_the_curl_carries_the_headers_that_the_schema_asks_for(new_page: Callable[..., Page]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+
+    def carried(type_name: str, header: str) -> dict[str, Any]:
+        return {"type": type_name, "x-mcp-header": header}
+
+    place = {"type": "object", "properties": {"city": carried("string", "City"), "plain": {"type": "string"}}}
+    names = ("Count", "Note", "Empty", "Odd")
+    properties = {name.lower(): carried("string", name) for name in names} | {"place": place}
+    properties |= {"count": carried("integer", "Count"), "on": carried("boolean", "On")}
+    given = {
+        "count": 2**60 + 1,
+        "on": True,
+        "note": "a\nb",
+        "empty": "",
+        "odd": "=?base64?x?=",
+        "place": {"city": "Köln"},
+    }
+    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
+        write_json(page, json.dumps(given))
+        page.get_by_text("curl", exact=True).click()
+        curl = page.get_by_text("curl -sS").inner_text()
+        assert "Mcp-Param-On: true" in curl
+        ran = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=30, check=True)
+    assert json.loads(ran.stdout)["result"]["structuredContent"] == given
+
+
+class Bearer(AuthenticationBackend):
+    """Knows one caller by a token that no name or description has in it."""
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
+        return (
+            (AuthCredentials(), SimpleUser("ann")) if conn.headers.get("authorization") == f"Bearer {TOKEN}" else None
+        )
+
+
+TOKEN = "s3cret-tok3n"
+
+
+def test_a_token_goes_with_every_request_and_is_kept_nowhere(new_page: Callable[..., Page]) -> None:
+    def who(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"caller": context.identity and context.identity.id}
+
+    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
+    options: dict[str, Any] = {"explorer": True, "allow_execute": True, "middleware": middleware}
+    with serving(registry_of({"t.who": who}), **options) as url:
+        page = opened(new_page(), url, "t.who")
+        expect(run(page)).to_contain_text("caller: null")
+        page.get_by_text("Authorization", exact=True).click()
+        field = page.get_by_label("Authorization header")
+        field.fill(f"Bearer {TOKEN}")
+        carried: list[str | None] = []
+        page.on("request", lambda request: carried.append(request.headers.get("authorization")))
+        with page.expect_response(f"{url}/explorer/tools"):
+            field.press("Enter")
+        expect(run(page)).to_contain_text('caller: "ann"')
+        page.get_by_role("button", name="Refresh").click()
+        expect(page.get_by_role("status").first).to_have_text("1 tool")
+        assert len(carried) >= 4
+        assert set(carried) == {f"Bearer {TOKEN}"}
+        page.get_by_text("curl", exact=True).click()
+        curl = page.get_by_text("curl -sS").inner_text()
+        assert TOKEN not in page.locator("body").inner_text()
+        if shutil.which("curl"):
+            environment = {**os.environ, "AUTHORIZATION": f"Bearer {TOKEN}"}
+            ran = subprocess.run(["sh", "-c", curl], capture_output=True, timeout=30, check=True, env=environment)
+            assert json.loads(ran.stdout)["result"]["structuredContent"] == {"caller": "ann"}
+        kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
+        assert TOKEN not in kept
+        page.reload()
+        expect(run(page)).to_contain_text("caller: null")
+        page.get_by_text("Authorization", exact=True).click()
+        field.fill("täken\u2603")
+        field.press("Enter")
+        expect(page.get_by_role("status").first).to_contain_text("Authorization")
+
+
+def test_a_result_of_several_lines_is_shown_in_lines(new_page: Callable[..., Page]) -> None:
+    def answer(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"text": "one\ntwo\n\tthree", "short": 'say "x"'}
+
+    with serving(registry_of({"t.lines": answer}), explorer=True, allow_execute=True) as url:
+        page = opened(new_page(), url, "t.lines")
+        result = run(page)
+        expect(result).to_contain_text('short: "say \\"x\\""')
+        assert "one\ntwo\n\tthree" in result.inner_text()
+        assert "\\n" not in result.inner_text()
+
+
 # ---- Every screen and hand ----
+
+
+def test_from_a_chosen_tool_to_its_form_takes_few_tabs(new_page: Callable[..., Page]) -> None:
+    many = {f"many.tool_{number}": FunctionalModule(echo, input_schema=ORDER) for number in range(300)}
+    with serving(registry_of(many), explorer=True) as url:
+        page = new_page()
+        page.goto(f"{url}/explorer/")
+        page.get_by_label("Search tools").fill("tool_")
+        customer = page.get_by_label("customer")
+        for link in ("many.tool_1", "many.tool_1", "many.tool_2"):
+            page.get_by_role("link", name=re.compile(rf"^{link}\b")).press("Enter")
+            expect(page.get_by_role("heading", level=2, name=link)).to_be_focused()
+            for _ in range(6):
+                page.keyboard.press("Tab")
+                if customer.evaluate("field => field === document.activeElement"):
+                    break
+            expect(customer).to_be_focused()
+        page.reload()
+        expect(customer).to_be_visible()
+        expect(page.get_by_role("heading", level=2, name="many.tool_2")).to_be_focused()
+
+
+def test_a_map_of_maps_fits_a_phone(new_page: Callable[..., Page]) -> None:
+    inner = {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": {"type": "number"}}}
+    schema = {
+        "type": "object",
+        "properties": {"prices_of_everything": {"type": "object", "additionalProperties": inner}},
+    }
+    with one_tool(new_page, schema) as page:
+        page.set_viewport_size({"width": 390, "height": 844})
+        write_json(page, '{"prices_of_everything": {"a": {"b": {"c": 1, "d": 2}}}}')
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        narrowest = "boxes => Math.min(...boxes.filter((box) => box.checkVisibility()).map((box) => box.offsetWidth))"
+        assert page.locator("form input:not([type=checkbox])").evaluate_all(narrowest) >= 90
+
+
+def test_headings_leave_no_level_out(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.order")
+    expect(page.get_by_role("heading", name="How")).to_be_visible()
+    levels = (
+        page.locator("h1, h2, h3, h4, h5, h6")
+        .locator("visible=true")
+        .evaluate_all("headings => headings.map((heading) => Number(heading.tagName[1]))")
+    )
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), levels
 
 
 def test_works_by_keyboard_alone(new_page: Callable[..., Page], url: str) -> None:
