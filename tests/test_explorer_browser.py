@@ -916,7 +916,6 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(new_page: Callable[
     with serving(registry_of({"t.who": who}), **options) as url:
         page = opened(new_page(), url, "t.who")
         expect(run(page)).to_contain_text("caller: null")
-        page.get_by_text("Authorization", exact=True).click()
         field = page.get_by_label("Authorization header")
         field.fill(f"Bearer {TOKEN}")
         carried: list[str | None] = []
@@ -939,7 +938,6 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(new_page: Callable[
         assert TOKEN not in kept
         page.reload()
         expect(run(page)).to_contain_text("caller: null")
-        page.get_by_text("Authorization", exact=True).click()
         field.fill("täken\u2603")
         field.press("Enter")
         expect(page.get_by_role("status").first).to_contain_text("Authorization")
