@@ -38,6 +38,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -509,6 +510,19 @@ def _input_schema(descriptor: ModuleDescriptor) -> JSONSchema:
     return {**schema, "type": "object"}
 
 
+def _is_closed(module: Any) -> bool:
+    """Whether a module is a function that takes no other arguments than those of its schema."""
+    model = getattr(module, "input_schema", None)
+    if (
+        not isinstance(module, FunctionModule)
+        or getattr(model, "model_config", {"extra": "allow"}).get("extra") == "allow"
+    ):
+        return False
+    # The schema of a binding does not say it of its function, and of that there is no public name.
+    parameters = inspect.signature(module._func).parameters.values()  # pyright: ignore[reportPrivateUsage]
+    return all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def _is_valid(value: Any, schema: JSONSchema) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
@@ -546,9 +560,12 @@ def _inside(views: Iterable[JSONSchema], step: str | int | None) -> Iterator[JSO
         elif isinstance(step, int):
             yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
         else:
-            named = [view["properties"][step]] if step in view.get("properties", ()) else []
-            named += [inner for name, inner in view.get("patternProperties", {}).items() if re.search(name, step)]
-            yield from named or _branches(view, _OTHER_PROPERTIES)
+            if step in view.get("properties", ()):
+                yield view["properties"][step]
+                yield from (inner for name, inner in view.get("patternProperties", {}).items() if re.search(name, step))
+            else:  # some patterns would keep Python's `re` busy with a name for hours: any of them may fit
+                yield from view.get("patternProperties", {}).values()
+                yield from _branches(view, _OTHER_PROPERTIES)
 
 
 def _redact(value: Any, *schemas: JSONSchema) -> Any:
@@ -662,7 +679,12 @@ class _Tool:
         self.name = self.told.alias
         if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
+        module = options.registry.get(self.module_id)
+        self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
+        self.is_closed = _is_closed(module)
         definition = {"name": self.name, **self.told.to_mcp(), "inputSchema": _input_schema(descriptor)}
+        if self.is_closed:
+            definition["inputSchema"]["additionalProperties"] = False
         definition |= self._convert_output(options.redact_output)
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
@@ -845,8 +867,132 @@ def _check(value: Any, validator: Draft202012Validator, what: str) -> None:
         raise SchemaValidationError(f"{what} validation failed: {errors}", errors)
 
 
+_ERRORS_MAX = 20  # that a client is told of one call
+_ERRORS_SEEN = 1_000  # to find these
+_ERROR_CHARACTERS = 1_000  # of a field's path, and of what is wrong with it
+_LOG_CHARACTERS = 40_000
+
+
 def _dotted(*steps: object) -> str:
     return ".".join(_text_of(step) for step in steps if step != "")
+
+
+# One thing that is wrong with arguments: where, a code, a message. A step of the path that chooses a branch of a union,
+# and leads nowhere in the arguments, stands in a tuple: `("pet", ("Dog",), "kind")`.
+_Fault = tuple[tuple[Any, ...], str, str]
+
+
+def _faults(tool: _Tool, arguments: dict[str, Any]) -> list[list[_Fault]]:
+    """What apcore finds wrong with arguments: for each of its errors all that it leaves out.
+
+    A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
+    busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema.
+    """
+    if not hasattr(tool.model, "model_validate_json"):
+        errors = itertools.islice(tool.validator.iter_errors(arguments), _ERRORS_SEEN)
+        return [[*_faults_of(error)] for error in errors]
+    faults: list[list[_Fault]] = []
+    for name in _unknown(tool, arguments):
+        faults.append([((name,), "extra_forbidden", "Extra inputs are not permitted")])
+    try:
+        tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
+    except ValidationError as refusal:
+        for error in refusal.errors()[:_ERRORS_SEEN]:
+            faults.append([(_path_of(error, arguments), error["type"], error["msg"])])
+    return faults
+
+
+def _unknown(tool: _Tool, arguments: dict[str, Any]) -> list[str]:
+    """The arguments that a function does not take; apcore passes them on, which is a TypeError."""
+    return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
+
+
+def _path_of(error: Any, value: Any) -> tuple[Any, ...]:
+    """Where in `value` an error of pydantic's is."""
+    path: list[Any] = []
+    for step in error["loc"]:
+        try:
+            value = value[step]
+            path.append(step)
+        except (LookupError, TypeError):
+            path.append((step,))
+    if error["type"] == "missing":
+        path[-1] = error["loc"][-1]
+    return tuple(path)
+
+
+def _faults_of(error: Any, above: tuple[Any, ...] = ()) -> Iterator[_Fault]:
+    """An error of jsonschema's, or in its place those by each branch of a union."""
+    path = (*above, *error.relative_path)
+    for inner in error.context:
+        yield from _faults_of(inner, (*path, (inner.relative_schema_path[0],)))
+    if error.validator == "required":
+        missing = [name for name in error.validator_value if error.message.startswith(repr(name))]
+        yield (*path, *missing[:1]), "required", "Field required"
+    elif not error.context:
+        yield path, error.validator, error.message
+
+
+def _meant(faults: Iterable[_Fault], depth: int = 0) -> list[_Fault]:
+    """Of `faults`, which have `depth` steps in common, those by the branch of each union that was meant.
+
+    That is one for values of this kind, if there is any, then one whose tag is right, then one with few faults.
+    """
+    kept: list[_Fault] = []
+    branches: list[list[_Fault]] = []
+    below: dict[tuple[Any, ...], list[_Fault]] = {}
+    for fault in faults:
+        below.setdefault(fault[0][depth : depth + 1], []).append(fault)
+    for step, part in below.items():
+        if not step:
+            kept += part
+        elif isinstance(step[0], tuple):
+            branches.append(_meant(part, depth + 1))
+        else:
+            kept += _meant(part, depth + 1)
+
+    def misfit(branch: list[_Fault]) -> int:
+        points = 0
+        for path, code, message in branch:
+            if code.endswith("type") and len(path) == depth + 1:
+                points += 10_000
+            elif code in _CHOICES:
+                points += 10 if code == "enum" or " or " in message else 100
+            points += 1
+        return points
+
+    best = min(map(misfit, branches), default=0)
+    for branch in branches:
+        if misfit(branch) == best:
+            kept += branch
+    return kept
+
+
+_CHOICES = ("const", "enum", "literal_error")
+
+
+def _errors_of(tool: _Tool, faults: list[list[_Fault]]) -> list[dict[str, str]]:
+    """Faults in apcore's form. Inside of a secret only names that its schema knows are told."""
+    errors: list[dict[str, str]] = []
+    for path, code, message in _meant(itertools.chain(*faults)):
+        named: list[object] = []
+        views, is_secret = [*_views(tool.input_schema)], False
+        for step in path:
+            if not isinstance(step, tuple):
+                is_secret = is_secret or any(map(_is_blanked, views))
+                is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
+                named.append(step if is_known or not is_secret else "*")
+                views = [*_views(*_inside(views, step))]
+        error = {"field": _dotted(*named), "code": code, "message": message}
+        if error not in errors[-_ERRORS_MAX:]:
+            errors.append(error)
+    return errors[:_ERRORS_MAX]
+
+
+def _check_input(tool: _Tool, arguments: dict[str, Any]) -> None:
+    """Raise apcore's SchemaValidationError for arguments that the module refuses."""
+    if errors := _errors_of(tool, _faults(tool, arguments)):
+        raise SchemaValidationError(f"Input validation failed: {errors}", errors)
 
 
 class _ErrorMapper:
@@ -900,6 +1046,7 @@ class _ErrorMapper:
             text = f"(not shown: it may quote sensitive values), raised in {frames}"
         else:
             text, trace = _text_of(error), error
+        text = text[:_LOG_CHARACTERS]
         logger.error("Tool call error: %s - %s: %s", self._label, type(error).__name__, text, exc_info=trace)
 
     def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
@@ -925,23 +1072,18 @@ class _ErrorMapper:
             return _ANY_OTHER.format(code=error.code), {"user_fixable": False}
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
         of_output = step == "output_validation" or _text_of(error.message).startswith("Output")
-        errors = [_field_error(entry) for entry in error.details.get("errors") or ()]
-        others = [e for e in errors if e["code"] != "required"]
-        if not of_output and len(others) < len(errors):
-            errors = others + self._missing() or errors
+        told = error.details.get("errors") or []
+        errors = [_field_error(entry) for entry in told[:_ERRORS_MAX]]
+        if step == "input_validation":
+            faults = _faults(self._tool, self._arguments)
+            if len(faults) == len(told[:_ERRORS_SEEN]):  # or middleware has changed the arguments
+                errors = [_field_error(entry) for entry in _errors_of(self._tool, faults)]
         for e in errors if withheld or of_output else ():  # a message may quote the value, a part or the parent of it
-            e["message"] = "Field required" if e["code"] == "required" else "Value is not valid"
+            e["message"] = "Field required" if e["code"] in ("required", "missing") else "Value is not valid"
         lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
         title = f"{'Output' if of_output else 'Input'} validation failed{':' * bool(lines)}"
         report = {"error_details": {"errors": errors}} if errors else {}
         return "\n".join([title, *lines]), {**report, "user_fixable": False} if of_output else report
-
-    def _missing(self) -> list[dict[str, str]]:
-        """The missing arguments, of which apcore only reports where they should be."""
-        found = [e for e in self._tool.validator.iter_errors(self._arguments) if e.validator == "required"]
-        fields = [(e, name) for e in found for name in e.validator_value if name not in e.instance]
-        names = dict.fromkeys(_dotted(*e.absolute_path, name) for e, name in fields)
-        return [{"field": name, "code": "required", "message": "Field required"} for name in names]
 
 
 def _field_error(entry: Any) -> dict[str, str]:
@@ -953,7 +1095,7 @@ def _field_error(entry: Any) -> dict[str, str]:
         entry = {"message": entry}
     path, code = _dotted(*_text_of(entry.get("path", "")).split("/")), entry.get("keyword") or "invalid"
     told = {"field": entry.get("field", path), "code": entry.get("code") or code, "message": entry.get("message", "")}
-    return {key: _text_of(value) for key, value in told.items()}
+    return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in told.items()}
 
 
 # ---- Documents: what a person reads of a tool; pure ----
@@ -2110,8 +2252,8 @@ class _ExecutionRouter:
 
     async def _run(self, call: _Call, context: Context[Any]) -> Any:
         module_id, tool = call.tool.module_id, call.tool
-        if self._options.validate_inputs:
-            _check(call.arguments, tool.validator, "Input")
+        if self._options.validate_inputs or _unknown(tool, call.arguments):
+            _check_input(tool, call.arguments)
         if not (tool.told.annotations.streaming and "progress_token" in call.meta):
             return await self.executor.call_async(module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).

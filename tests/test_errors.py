@@ -13,12 +13,13 @@ import logging
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import pytest
-from apcore import ACL, ACLRule, Executor, Middleware, ModuleAnnotations, ModuleError
+from apcore import ACL, ACLRule, Executor, Middleware, ModuleAnnotations, ModuleError, Registry
 from apcore.approval import ApprovalResult
 from apcore.cancel import ExecutionCancelledError
+from apcore.decorator import module
 from apcore.errors import (
     ACLDeniedError,
     ApprovalDeniedError,
@@ -751,6 +752,232 @@ async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(
     assert "width" in errors_logged(caplog)[0].getMessage()
 
 
+# ---- Where a value may be of several kinds ----
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    street: str
+    zip: str
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+    color: Literal["black", "red"] = "red"
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str
+
+
+class Wild(BaseModel):
+    kind: Literal["wolf", "lynx"]
+    name: str
+
+
+class Parcel(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    address: Address | None = None
+    stops: list[Address | None] = []
+    pet: Cat | Dog | None = None
+    pets: list[Cat | Dog] = []
+    beast: Cat | Wild | None = None
+    told_apart: Annotated[Cat | Dog, Field(discriminator="kind")] | None = None
+    by_name: dict[str, Address | list[Address]] = {}
+    limit: int | list[int] = 0
+    from_: int = Field(0, alias="from")
+    note: str | int | None = None
+
+
+HOME = {"street": "Elm", "zip": "1"}
+
+# The arguments, and the path of each wrong field.
+MEANT: list[Any] = [
+    pytest.param({"address": {"street": "Elm"}}, ["address.zip"], id="optional"),
+    pytest.param({"address": {"street": "Elm"}, "limit": "x"}, ["address.zip", "limit"], id="beside-another"),
+    pytest.param({"stops": [HOME, {"zip": "1"}, {}]}, ["stops.1.street", "stops.2.street", "stops.2.zip"], id="list"),
+    pytest.param({"pet": {"kind": "cat"}}, ["pet.lives"], id="by-its-tag"),
+    pytest.param({"beast": {"kind": "wolf"}}, ["beast.name"], id="by-one-of-its-tags"),
+    pytest.param({"pet": {"kind": "cat", "lives": "9"}}, ["pet.lives"], id="tag-and-wrong-value"),
+    pytest.param({"pet": {"kind": "cat", "color": "blue"}}, ["pet.color", "pet.lives"], id="tag-and-wrong-choice"),
+    pytest.param({"pet": 5}, ["pet"], id="of-no-kind"),
+    pytest.param({"pets": [{"kind": "dog"}, {"kind": "cat"}]}, ["pets.0.name", "pets.1.lives"], id="tags-in-a-list"),
+    pytest.param({"told_apart": {"kind": "cat"}}, ["told_apart.lives"], id="discriminated"),
+    pytest.param({"by_name": {"list": {"zip": "1"}}}, ["by_name.list.street"], id="object-or-list"),
+    pytest.param({"by_name": {"a": [{"zip": "1"}]}}, ["by_name.a.0.street"], id="list-or-object"),
+    pytest.param({"limit": [1, "x"]}, ["limit.1"], id="list-or-number"),
+    pytest.param({"note": []}, ["note", "note"], id="two-simple-types"),
+    pytest.param({"from": "x"}, ["from"], id="alias"),
+]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
+def parcels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server of modules that take a `Parcel`, by the model and by its schema."""
+    schemas: dict[str, Any] = {"takes.model": Parcel, "takes.dict": Parcel.model_json_schema()}
+    modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in schemas.items()}
+    with serving(registry_of(modules), validate_inputs=request.param) as url:
+        yield url
+
+
+@pytest.mark.parametrize("tool", ["takes.model", "takes.dict"])
+@pytest.mark.parametrize(("arguments", "fields"), MEANT)
+async def test_of_a_union_only_the_branch_that_was_meant_is_told(
+    parcels: str, tool: str, arguments: dict[str, Any], fields: list[str]
+) -> None:
+    """FR-ERROR-002, and the design's "Errors": what an agent needs to repair its call, and nothing that misleads it."""
+    async with client_of(parcels) as client:
+        lines = lines_of(failure(await client.call_tool(tool, arguments)))
+    if "note" in fields and tool == "takes.model":
+        lines = [line for line in lines if line[0] == "note"]
+    assert sorted({field for field, _, _ in lines}) == sorted({*fields})
+    said = json.dumps(lines)
+    assert [word for word in ("Cat", "Dog", "Wild", "Address", "under any of") if word in said] == []
+    if "pet" in arguments and arguments["pet"] != 5:
+        assert "kind" not in said
+
+
+async def test_an_unknown_argument_is_named_with_its_path(parcels: str) -> None:
+    arguments = {"colour": 1, "address": {**HOME, "city": "x"}}
+    async with client_of(parcels) as client:
+        lines = lines_of(failure(await client.call_tool("takes.model", arguments)))
+    assert sorted(lines) == [
+        ("address.city", "Extra inputs are not permitted", "extra_forbidden"),
+        ("colour", "Extra inputs are not permitted", "extra_forbidden"),
+    ]
+
+
+async def test_what_middleware_fills_in_is_not_asked_of_the_client() -> None:
+    """The client has nothing to say of a field that the operator's own code adds before the arguments are validated."""
+
+    class Tenant(Middleware):
+        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            return {**inputs, "tenant": "ours"}
+
+    class Order(BaseModel):
+        tenant: str
+        count: int
+
+    registry = registry_of({"takes.order": FunctionalModule(echo, input_schema=Order)})
+    async with connect(Executor(registry, middlewares=[Tenant()])) as client:
+        wrong = failure(await client.call_tool("takes.order", {"count": "x"}))
+        right = await client.call_tool("takes.order", {"count": 1})
+    assert [field for field, _, _ in lines_of(wrong)] == ["count"]
+    assert right.is_error is False
+
+
+# ---- Functions ----
+
+
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_an_argument_that_a_function_does_not_take_is_named_before_it_runs(validate_inputs: bool) -> None:
+    """Passed on, it would be a TypeError inside apcore: "Internal error occurred"."""
+    ran: list[str] = []
+
+    def shout(text: str, loud: bool = False) -> dict[str, Any]:
+        """Shout."""
+        ran.append(text)
+        return {"text": text.upper()}
+
+    def keep(text: str, **more: int) -> dict[str, Any]:
+        """Keep."""
+        return {"text": text, **more}
+
+    registry = Registry()
+    module(shout, id="text.shout", registry=registry)
+    module(keep, id="text.keep", registry=registry)
+    async with connect(registry, validate_inputs=validate_inputs) as client:
+        schemas = {tool.name: tool.input_schema for tool in (await client.list_tools()).tools}
+        refused = failure(await client.call_tool("text.shout", {"loud": 1, "volume": 3}))
+        fine = await client.call_tool("text.shout", {"text": "a", "loud": True})
+        open_to_more = await client.call_tool("text.keep", {"text": "a", "volume": 3})
+    assert schemas["text.shout"]["additionalProperties"] is False
+    assert schemas["text.keep"].get("additionalProperties") is True
+    assert sorted((field, code) for field, _, code in lines_of(refused)) == [
+        ("loud", "bool_type"), ("text", "missing"), ("volume", "extra_forbidden")
+    ]  # fmt: skip
+    assert refused["error_type"] == "SCHEMA_VALIDATION_ERROR"
+    assert refused["user_fixable"] is True
+    assert fine.structured_content == {"text": "A"}
+    assert open_to_more.structured_content == {"text": "a", "volume": 3}
+    assert ran == ["a"]
+
+
+# ---- What a client can make an answer cost ----
+
+
+class Title(BaseModel):
+    title: Annotated[str, Field(pattern=r"^(\w+\s?)+$")] = ""
+    titles: dict[Annotated[str, Field(pattern=r"^(\w+\s?)+$")], int] = {}
+    tags: set[int | str] = set()
+    need: int
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("validate_inputs", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"title": "a" * 28 + "!"}, id="pattern"),
+        pytest.param({"titles": {"a" * 28 + "!": 1}}, id="pattern-of-names"),
+        pytest.param({"tags": [i if i % 2 else f"t{i}" for i in range(12_000)]}, id="unique-items"),
+    ],
+)
+async def test_values_are_not_looked_at_for_longer_than_by_the_model(
+    arguments: dict[str, Any], validate_inputs: bool
+) -> None:
+    """To Python's `re` 28 letters take a minute, and to jsonschema a set of 12,000; the model takes milliseconds."""
+    registry = registry_of({"takes.title": FunctionalModule(echo, input_schema=Title)})
+    async with connect(registry, validate_inputs=validate_inputs) as client:
+        lines = lines_of(failure(await client.call_tool("takes.title", arguments)))
+    assert ("need", "Field required", "missing") in lines
+
+
+@pytest.mark.parametrize("validate_inputs", [False, True])
+@pytest.mark.parametrize("schema", ["model", "dict"])
+async def test_an_answer_lists_twenty_errors_and_shortens_each(
+    schema: str, validate_inputs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Names(BaseModel):
+        names: list[str] = []
+        name: Literal["x"] = "x"
+        by_name: dict[str, int] = {}
+
+    registry = registry_of(
+        {"takes.names": FunctionalModule(echo, input_schema=Names if schema == "model" else Names.model_json_schema())}
+    )
+    async with connect(registry, validate_inputs=validate_inputs) as client:
+        many = await client.call_tool("takes.names", {"names": [*range(10_000)]})
+        long = await client.call_tool("takes.names", {"name": "y" * 200_000})
+        named = await client.call_tool("takes.names", {"by_name": {"y" * 200_000: "z"}})
+    assert [field for field, _, _ in lines_of(failure(many))] == [f"names.{i}" for i in range(20)]
+    for result in (long, named):
+        ((field, message, _),) = lines_of(failure(result))
+        assert len(field) + len(message) <= 2000
+    assert max(len(record.getMessage()) for record in errors_logged(caplog)) < 50_000
+
+
+class Keyring(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    keys: dict[str, int] = Field({}, json_schema_extra={"x-sensitive": True})
+    either: Annotated[Address | None, Field(json_schema_extra={"x-sensitive": True})] = None
+
+
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_a_name_inside_of_a_secret_that_its_schema_does_not_know_is_told_nowhere(
+    validate_inputs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = registry_of({"takes.keys": FunctionalModule(echo, input_schema=Keyring)})
+    arguments = {"keys": {SECRET: "x"}, "either": {"street": "Elm", SECRET: 1}, "other": 1}
+    async with connect(registry, validate_inputs=validate_inputs) as client:
+        result = await client.call_tool("takes.keys", arguments)
+    fields = [field for field, _, _ in lines_of(failure(result))]
+    assert sorted(fields) == ["either.*", "either.zip", "keys.*", "other"]
+    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
+
+
 # ---- Only listed tools ----
 
 
@@ -840,7 +1067,7 @@ QUOTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "number": (of(pin=sensitive(type="string")), {"pin": PIN}, "pin"),
     "other_type": (of(token=sensitive(type="string")), {"token": [TOKEN, {"x": PIN}]}, "token"),
     "parent": (of(auth={**of(token=sensitive()), "maxProperties": 0}), {"auth": {"token": TOKEN}}, "auth"),
-    "root": ({**of(token=sensitive()), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"token": TOKEN}, ""),
+    "root": ({**of(token=sensitive()), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"token": TOKEN}, "a"),
     "sibling": (of(token=sensitive(), other=INTEGER), {"token": TOKEN, "other": TOKEN}, "other"),
     "secret_object": (
         of(keys=sensitive(**of(pin=STRING), additionalProperties=False)),
@@ -870,7 +1097,7 @@ QUOTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "branch": (
         of(auth={"anyOf": [of(token=sensitive(maxLength=3)), {"type": "null"}]}),
         {"auth": {"token": TOKEN}},
-        "auth",
+        "auth.token",
     ),
     "model": (Login, {"user": "bob", "password": TOKEN}, "password"),
     "model_sibling": (Logins, {"logins": [{"password": TOKEN}], "limit": TOKEN}, "limit"),

@@ -69,7 +69,7 @@ def test_the_quickstart_lists_the_tools_and_calls_two(tmp_path: Path) -> None:
     assert re.search(r"^  text\.slugify +Turn a title", transcript, re.MULTILINE)
     assert "'words': 7" in transcript
     assert "{'workdays': 8, 'skipped': ['2025-04-18', '2025-04-21']}" in transcript
-    assert "- end: Field required (required)" in transcript
+    assert "- end: Field required (missing)" in transcript
 
 
 def test_the_openai_example_runs_the_recorded_call(tmp_path: Path) -> None:
