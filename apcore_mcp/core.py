@@ -606,8 +606,12 @@ def _portable_name(module_id: str) -> str:
     return f"{name[: _NAME_MAX - 10]}-0{hashlib.sha256(module_id.encode()).hexdigest()[:8]}"
 
 
-_HINTS = {"readOnlyHint": "readonly", "destructiveHint": "destructive"}
-_HINTS |= {"idempotentHint": "idempotent", "openWorldHint": "open_world"}
+_HINTS = {
+    "readOnlyHint": "readonly",
+    "destructiveHint": "destructive",
+    "idempotentHint": "idempotent",
+    "openWorldHint": "open_world",
+}
 _FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
 _SUFFIX_FIELDS = ("readonly", "destructive", "idempotent", "requires_approval", "open_world")
 _DEFAULT_ANNOTATIONS = ModuleAnnotations()
@@ -688,7 +692,8 @@ class _Tool:
         definition |= self._convert_output(options.redact_output)
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
-        self._definition: dict[str, Any] = _plain([[[[[[definition]]]]]])[0][0][0][0][0][0]
+        answer = _plain({"result": {"tools": [definition]}})
+        self._definition: dict[str, Any] = answer["result"]["tools"][0]
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.validator = Draft202012Validator(self.input_schema)
