@@ -19,10 +19,10 @@ from . import __version__
 from .core import _EXPORTS, _export, _Folder, _Options, _options_of, _set_log_level, _standard_streams, serve
 
 _SWITCHES: dict[bool, Any] = {False: "store_true", True: argparse.BooleanOptionalAction}
-_AT_A_TERMINAL = """\
-This is a server on stdio: an MCP client starts it, and writes JSON where you type. To set up a client, add
---export client. To try the tools in a browser, add --transport streamable-http --explorer --allow-execute.
-Ctrl-C ends it."""
+_AT_A_TERMINAL = (
+    "A client has to start this server, as it speaks MCP here: add --export client to set one up, or"
+    " --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it."
+)
 
 
 class _Version(argparse.Action):

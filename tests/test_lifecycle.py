@@ -23,7 +23,7 @@ from typing import Any, cast
 import anyio
 import httpx
 import pytest
-from apcore import Config, Executor, Middleware, Registry
+from apcore import APCore, Config, Executor, Middleware, Registry
 from conftest import HANDSHAKE, MODERN, PROGRAM, RawClient, connect, echo, free_port, hosting, registry_of, serving
 from mcp.client import Client
 from mcp.client.sse import sse_client
@@ -35,7 +35,7 @@ from test_live import CountingRegistry
 from test_stdio import ended_well, wait_for_stderr
 
 import apcore_mcp
-from apcore_mcp import MCPServer, async_serve, serve
+from apcore_mcp import MCPServer, async_serve, discover, from_openai_call, serve, to_openai_tools
 
 LOGGER = logging.getLogger("apcore_mcp")
 
@@ -918,3 +918,33 @@ async def test_async_serve_that_is_cancelled_while_it_starts_leaves_nothing() ->
     assert task.cancelled()
     assert ended.is_set()
     assert asyncio.all_tasks() - before == set()
+
+
+async def test_apcores_client_is_served_with_its_own_executor_at_every_door() -> None:
+    """Or anything else whose `executor` is one (design, "Doors")."""
+    application = APCore()
+    seen: list[str] = []
+    application.use_before(lambda module_id, inputs, context: seen.append(module_id))
+    application.register("from.client", registry_of({"x": echo}).get("x"))
+    with serving(application) as url:  # type: ignore[arg-type]
+        async with Client(f"{url}/mcp", mode=MODERN, cache=None, read_timeout_seconds=30) as client:
+            assert [tool.name for tool in (await client.list_tools()).tools] == ["from.client"]
+            assert (await client.call_tool("from.client", {"a": 1})).structured_content == {"a": 1}
+    assert seen == ["from.client"]
+    async with async_serve(application):
+        pass
+    assert [tool["function"]["name"] for tool in to_openai_tools(application)] == ["from-client"]
+    assert from_openai_call(application, "from-client", {"a": 1}) == ("from.client", {"a": 1})
+
+
+def test_a_timeout_is_not_for_an_executor_that_has_its_own() -> None:
+    with pytest.raises(ValueError, match="an Executor brings its own"):
+        MCPServer(Executor(Registry()), timeout=60)
+
+
+def test_a_folder_that_is_none_is_not_discovered(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"extensions directory does not exist: {tmp_path}/none"):
+        discover(tmp_path / "none")
+    with pytest.raises(ValueError, match=f"extensions path is not a directory: {tmp_path}/file"):
+        discover(tmp_path / "file")

@@ -29,6 +29,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import apcore
 import httpx
 import httpx2
 import mcp_types as types
@@ -55,7 +56,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from test_eras import handshake, message, modern
 
-from apcore_mcp import MCPServer, async_serve, report_progress
+from apcore_mcp import MCPServer, async_serve, discover, report_progress
 
 REDACTED = "***REDACTED***"
 STEPS = [(1.0, 3.0, "step 1"), (2.0, 3.0, "step 2"), (3.0, 3.0, "step 3")]
@@ -579,6 +580,81 @@ async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following
         assert shown == {**kept, "stays.stuck": "new", "zz": "once more"}
         write(extensions / "stays" / "kept.py", "mended")
         await wait_until_shown(following, {**kept, "stays.kept": "mended", "stays.stuck": "new", "zz": "once more"})
+
+
+FUNCTION_FILE = """
+from apcore.decorator import module
+
+@module(id="{id}", description="{words}")
+def say() -> str:
+    return "{words}"
+"""
+
+
+async def test_a_folder_behind_a_link_is_followed_through_it(tmp_path: Path) -> None:
+    """Also back, and though the files of both versions are of one size and one time."""
+    for version in ("v1", "v2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / f"{version}.py").write_text(FUNCTION_FILE.format(id=f"only.{version}", words=version))
+        (tmp_path / version / "both.py").write_text(FUNCTION_FILE.format(id="in.both", words=version))
+        os.utime(tmp_path / version / "both.py", ns=(0, 1_700_000_000_000_000_000))
+    current = tmp_path / "current"
+    current.symlink_to("v1")
+    async with followed(discover(current), HANDSHAKE, dynamic=True) as following:
+        for version in ("v1", "v2", "v1"):
+            (tmp_path / "new").symlink_to(version)
+            (tmp_path / "new").replace(current)
+            await wait_until_shown(following, {f"only.{version}": version, "in.both": version})
+
+
+async def test_a_function_of_apcores_default_client_is_loaded_again(tmp_path: Path) -> None:
+    """Which refuses an id that it knows: after an edit, after a file that failed half-way, and from another file."""
+    text = FUNCTION_FILE.replace("from apcore.decorator import", "from apcore import")
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text(text.format(id="shared.say", words="old") + "\nraise ValueError('half-way')\n")
+    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
+        first.write_text(text.format(id="shared.say", words="new"))
+        await wait_until_shown(following, {"shared.say": "new"})
+        assert apcore.call("shared.say") == {"result": "new"}
+        first.rename(second)
+        second.write_text(text.format(id="shared.say", words="moved"))
+        await wait_until_shown(following, {"shared.say": "moved"})
+        first.write_text(text.format(id="shared.say", words="back"))
+        second.write_text("from apcore.decorator import module\n")
+        await wait_until_shown(following, {"shared.say": "back"})
+
+
+async def test_a_registry_keeps_its_own_rules_for_files(tmp_path: Path) -> None:
+    """What it ignores, and whom it asks before a file is run."""
+    asked = []
+
+    def ask(path: Path) -> None:
+        asked.append(path.name)
+        if path.name == "forbidden.py":
+            raise PermissionError("not signed")
+
+    config = Config({"extensions": {"root": str(tmp_path), "ignore_patterns": ["draft*"]}})
+    registry = Registry(config, pre_approval_hook=ask)
+    write(tmp_path / "kept.py", "old")
+    registry.discover()
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        for name in ("draft1", "forbidden"):
+            (tmp_path / f"{name}.py").write_text(FUNCTION_FILE.format(id=f"no.{name}", words="no"))
+        (tmp_path / "function.py").write_text(FUNCTION_FILE.format(id="a.function", words="yes"))
+        await wait_until_shown(following, {"kept": "old", "a.function": "yes"})
+    assert sorted(asked) == ["forbidden.py", "function.py", "kept.py"]
+
+
+async def test_what_changes_in_a_virtual_environment_is_told_by_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
+        for folder in (".venv", "node_modules", "_old", "__pycache__"):
+            write(tmp_path / folder / "lib" / "tool.py", "no")
+        (tmp_path / "seen.py").write_text(FUNCTION_FILE.format(id="is.seen", words="yes"))
+        await wait_until_shown(following, {"is.seen": "yes"})
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told == ["No modules registered; server starting with zero tools"]
 
 
 # ---- Progress ----
