@@ -2482,10 +2482,17 @@ class _Explorer:
         self.routes.append(Route(f"{prefix}/tools/{{name}}/call", run, methods=["POST"]))
 
     async def server(self, request: Request) -> Response:
-        told: dict[str, Any] = {key: getattr(self._options, key) for key in ("name", "transport", "instructions")}
-        told |= {"version": self._options.version or __version__, "allowExecute": self._options.allow_execute}
+        options = self._options
         # Relative to the page, which knows where it is: a proxy may have taken a prefix away.
-        told["endpoint"] = posixpath.relpath(urlsplit(self._options.url).path, self._options.explorer_prefix)
+        endpoint = posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix)
+        told = {
+            "name": options.name,
+            "version": options.version or __version__,
+            "instructions": options.instructions,
+            "transport": options.transport,
+            "endpoint": endpoint,
+            "allowExecute": options.allow_execute,
+        }
         return self._answer(told)
 
     async def tools(self, request: Request) -> Response:
