@@ -2464,7 +2464,8 @@ class _Explorer:
         from starlette.responses import HTMLResponse, JSONResponse
         from starlette.routing import Route
 
-        self._bridge, self._options = bridge, bridge.options
+        self._bridge = bridge
+        self._options = bridge.options
         page = Path(__file__).with_name("explorer.html").read_text("utf-8")
         policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'"
         policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -2474,12 +2475,18 @@ class _Explorer:
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
         self._answer = functools.partial(JSONResponse, headers=headers)
-        prefix, start = self._options.explorer_prefix, HTMLResponse(page, headers=headers)
-        shown: dict[str, Any] = {"/": start, "/server": self.server, "/tools": self.tools, "/tools/{name}": self.tool}
+        prefix = self._options.explorer_prefix
+        shown: dict[str, Any] = {
+            "/": HTMLResponse(page, headers=headers),
+            "/server": self.server,
+            "/tools": self.tools,
+            "/tools/{name}": self.tool,
+        }
         self.routes = [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in shown.items()]
-        disabled = self._answer({"error": "Tool execution is disabled"}, 403)
-        run: Any = self.tool if self._options.allow_execute else disabled
-        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", run, methods=["POST"]))
+        call: Any = self._answer({"error": "Tool execution is disabled"}, 403)
+        if self._options.allow_execute:
+            call = self.call
+        self.routes.append(Route(f"{prefix}/tools/{{name}}/call", call, methods=["POST"]))
 
     async def server(self, request: Request) -> Response:
         options = self._options
@@ -2500,24 +2507,25 @@ class _Explorer:
         return self._answer([{key: tool[key] for key in tool if not key.endswith("Schema")} for tool in listing])
 
     async def tool(self, request: Request) -> Response:
-        """All there is to know of a tool, or to a POST the result of its call."""
-        tool = self._bridge.catalog.find(name := request.path_params["name"])
+        """All there is to know of a tool."""
+        tool = self._bridge.catalog.find(request.path_params["name"])
         if tool is None:
-            return self._answer({"error": f"Tool {name!r} not found"}, 404)
-        if request.method == "POST":
-            return self._answer(*await self._call(tool, request))
+            return self._unknown(request)
         definition = tool.definition(portable=self._options.tool_names == "portable")
         return self._answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
 
-    async def _call(self, tool: _Tool, request: Request) -> tuple[dict[str, Any], int]:
+    async def call(self, request: Request) -> Response:
         """Run a tool like any other call, by a client that cannot be asked; to go away cancels it.
 
-        Its result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}`, and a status.
+        Answers its result in the Explorer's terms: `{"result", "content"}`, or `{"error", ...}`, and a status.
         """
+        tool = self._bridge.catalog.find(request.path_params["name"])
+        if tool is None:
+            return self._unknown(request)
         try:
             arguments = {**from_json(await request.body(), allow_inf_nan=False)}
         except (TypeError, ValueError):
-            return {"error": "Request body must be a JSON object: the tool's arguments"}, 400
+            return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
         call = _Call(tool, arguments, self._options, _caller(request))
         call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
@@ -2525,10 +2533,16 @@ class _Explorer:
         result = await call.task
         gone.cancel()
         text, *files = result["content"]
-        if not result["isError"]:
-            return {"result": json.loads(text["text"]), **({"content": files} if files else {})}, 200
-        status = 400 if text["text"].startswith("Input validation failed") else 500
-        return {"error": text["text"], **result["_meta"]["apcore-mcp/error"]}, status
+        if result["isError"]:
+            status = 400 if text["text"].startswith("Input validation failed") else 500
+            return self._answer({"error": text["text"], **result["_meta"]["apcore-mcp/error"]}, status)
+        answer = {"result": json.loads(text["text"])}
+        if files:
+            answer["content"] = files
+        return self._answer(answer)
+
+    def _unknown(self, request: Request) -> Response:
+        return self._answer({"error": f"Tool {request.path_params['name']!r} not found"}, 404)
 
 
 # ---- HTTP: the Starlette app and the guard before it ----
