@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from .model import Call, Model, scripted
-from .programs import HTTP, NODE, NODE_PATH, SERVER, install_node, reason, run, serving
+from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason, run, serving
 
 HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation"]
 DOCUMENT = "docs://finance.loan_schedule"
+PATHS = {"PYTHONPATH": str(ROOT)}  # agents start the server somewhere else
 CALLS: list[Call] = [
     ("workdays", {"start": "2026-01-01", "end": "2026-01-12"}),
     ("convert", {"value": 1, "source": "m", "target": "kg"}),
@@ -40,7 +41,7 @@ class Agent:
 
 
 def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:]}
+    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": PATHS}
     if url:
         server = {"type": "http", "url": url}
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"apcore": server}}))
@@ -52,8 +53,10 @@ def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, s
 
 
 def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server = f"command = {json.dumps(SERVER[0])}\nargs = {json.dumps(SERVER[1:])}"
-    if url:
+    server = (
+        f"command = {json.dumps(SERVER[0])}\nargs = {json.dumps(SERVER[1:])}\nenv.PYTHONPATH = {json.dumps(str(ROOT))}"
+    )
+    if url is not None:
         server = f"url = {json.dumps(url)}"
     (home / ".codex").mkdir()
     (home / ".codex" / "config.toml").write_text(f"""
@@ -74,7 +77,7 @@ def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], l
 
 
 def _gemini_cli(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:]}
+    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": PATHS}
     if url:
         server = {"httpUrl": url}
     settings = {
