@@ -122,7 +122,7 @@ def _told(agent: Agent, url: str | None) -> list[str]:
         f"`{offered[0]}`",
         _yes("workdays" in call and "8" in call, call),
         _yes("cannot convert length to mass" in error, error),
-        _yes("iVBOR" in everything and "bottom" in picture, picture),
+        _yes("iVBOR" in everything, f"none, but {picture}"),
         "not asked" if "not booked" in question else question,
         "refused" if "Approval was denied" in approval else "let run" if "freed_bytes" in approval else approval,
         _yes("annuity" in document, document),
