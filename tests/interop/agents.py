@@ -113,7 +113,7 @@ def _told(agent: Agent, url: str | None) -> list[str]:
         done = run([*alone, *command], seconds=120, cwd=home)
         names = [tool["name"] for tool in model.tools()]
         results = [json.dumps(result) for result in model.results()]
-        everything = json.dumps(model.requests[-1:])
+        everything = json.dumps(model.requests)
     offered = [name for name in names if name.endswith(("units.convert", "units_convert"))]
     if not offered or len(results) != len(script):
         return [f"{len(results)} results of {len(script)}: {reason(done.stderr or done.stdout)}", *[""] * 6]
