@@ -46,7 +46,6 @@ import os
 import posixpath
 import queue
 import re
-import runpy
 import secrets
 import shlex
 import signal
@@ -61,8 +60,9 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_type_hints
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -1256,7 +1256,7 @@ class _Files:
 
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that may define modules, or say what they are."""
-        _, _, ignored = self._registry._scan_params()
+        max_depth, _, ignored = self._registry._scan_params()
         seen = {}
 
         def is_taken(name: str) -> bool:
@@ -1264,8 +1264,11 @@ class _Files:
             return not passed_over and not any(match_glob(pattern, name) for pattern in ignored)
 
         for root in self._registry._extension_roots:
-            for folder, folders, names in os.walk(os.path.realpath(root["root"])):
+            top = os.path.realpath(root["root"])
+            for folder, folders, names in os.walk(top):
                 folders[:] = filter(is_taken, folders)
+                if folder.count(os.sep) - top.count(os.sep) + 1 >= max_depth:
+                    folders.clear()
                 for name in filter(is_taken, names):
                     if name.endswith((".py", "_meta.yaml", ".binding.yaml")):
                         path = os.path.join(folder, name)
@@ -1291,8 +1294,7 @@ class _Files:
         place = self._place(path)
         functions: dict[Any, None] = {}  # each once, under whatever names
         classes: dict[Any, None] = {}
-        # From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
-        for name, value in runpy.run_path(path, run_name=place).items():
+        for name, value in _run_file(path, place).items():
             if getattr(value, "__module__", "") != place:
                 continue  # it comes from somewhere else
             if inspect.isfunction(value) and hasattr(value, "apcore_module"):
@@ -1317,6 +1319,19 @@ class _Files:
             self._made.setdefault(path, []).append(made)
             return True
         return False
+
+
+def _run_file(path: str, place: str) -> dict[str, Any]:
+    """What a file defines when it runs as the module `place`.
+
+    From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
+    """
+    loader = SourceFileLoader(place, path)
+    module = ModuleType(place)
+    module.__file__ = path
+    sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
+    exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+    return dict(vars(module))
 
 
 def _forget(place: str) -> None:

@@ -457,14 +457,47 @@ def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_a_link_is_t
     assert warnings == [f"{extensions}/{name} is left out" for name in ("linked.binding.yaml", "linked.py")]
 
 
-def test_standard_dataclasses_may_have_annotations_of_the_future(extensions: Path) -> None:
-    (extensions / "shapes.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from apcore.decorator import module\n@dataclass\nclass Point:\n    x: int\n    y: Point | None = None\n"
-        "@module(id='s.hape')\ndef shape(x: int) -> dict:\n    return vars(Point(x))\n"
-    )
-    ended = run("--extensions-dir", str(extensions), "--export", "openai", "--prefix", "s.")
-    assert (exported_names(ended.stdout), ended.stderr) == (["s-hape"], "")
+SHAPES = """
+from __future__ import annotations
+from dataclasses import dataclass
+from apcore.decorator import module
+from pydantic import BaseModel
+
+@dataclass
+class Point:
+    x: int
+    y: Point | None = None
+
+class Line(BaseModel):
+    end: End
+
+class End(BaseModel):
+    x: int
+
+@module(id="s.hape")
+def shape(x: int) -> dict:
+    return vars(Point(Line(end={"x": x}).end.x))
+"""
+
+
+def test_what_is_annotated_may_be_defined_later_in_the_file(extensions: Path) -> None:
+    """For standard dataclasses and pydantic models alike, as in any module of Python's."""
+    (extensions / "shapes.py").write_text(SHAPES)
+    with RawClient([sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions)]) as client:
+        client.initialize()
+        result = client.request("tools/call", {"name": "s.hape", "arguments": {"x": 1}})["result"]
+    assert result["structuredContent"] == {"x": 1, "y": None}
+
+
+def test_folders_are_looked_into_as_deeply_as_apcore_does(extensions: Path) -> None:
+    for depth in (7, 8):
+        place = extensions.joinpath(*[f"d{depth}"] * depth)
+        place.mkdir(parents=True)
+        (place / "say.py").write_text(MODULE.format(tag="x"))
+    registry = Registry(extensions_dir=str(extensions))
+    registry.discover()
+    assert apcore_mcp.discover(extensions).list() == registry.list()
+    assert len(registry.list()) == 4
 
 
 def test_the_second_of_two_functions_with_one_id_is_not_served_in_silence(extensions: Path) -> None:
