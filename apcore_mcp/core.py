@@ -1775,10 +1775,6 @@ _NEXT_STATES: dict[_State, tuple[_State, ...]] = {
 }
 
 
-_DONE = Future[None]()
-_DONE.set_result(None)
-
-
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
@@ -1807,7 +1803,7 @@ class _Call:
         self.question: tuple[str, dict[str, Any]] = ("", {})
         self.answer: asyncio.Future[Any] | None = None
         self._asking = asyncio.Lock()
-        self._unsent: Future[None] = _DONE  # what was last reported from another loop
+        self._unsent: Future[None] | None = None  # what was last reported from another loop
         self._loop = asyncio.get_running_loop()
 
     def move(self, state: _State) -> bool:
@@ -1842,7 +1838,7 @@ class _Call:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
         if asyncio.get_running_loop() is not self._loop:
-            if self._unsent.done():
+            if self._unsent is None or self._unsent.done():
                 self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
                 # Not for ever: the loop stands still while an async module waits for `executor.call()`.
                 await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
@@ -2141,7 +2137,9 @@ class _ExecutionRouter:
     """
 
     def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
-        self._catalog, self.executor, self._options = catalog, executor, options
+        self._catalog = catalog
+        self.executor = executor
+        self._options = options
         self.place: Any = contextlib.nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
         self.parked: dict[str, tuple[_Call, asyncio.Future[Any] | None]] = {}
@@ -2226,10 +2224,13 @@ class _ExecutionRouter:
 
     async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
         """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
-        tool, started = call.tool, time.perf_counter()
+        tool = call.tool
+        started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
         # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
-        trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
+        trace = None
+        if "traceparent" in call.meta:
+            trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
         data = {_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit}
         context: Context[Any] = Context.create(
             identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
@@ -2237,13 +2238,13 @@ class _ExecutionRouter:
         self.running.add(call)
         _CURRENT.set(weakref.ref(call))
         try:
-            result = _success(tool, await self._run(call, context), formatter, call.label)
+            result = _success(tool, await self._call_module(call, context), formatter, call.label)
             # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
             # a model's own validators make of them, nor as JSON. A client would refuse the result.
             _check(result.get("structuredContent", {}), tool.output_validator, "Output")
             return result
         except BaseException as error:  # a module may raise anything
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if call.task.cancelling():
                 call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
@@ -2270,15 +2271,16 @@ class _ExecutionRouter:
             collector.increment_calls(tool.module_id, "error")
             collector.increment_errors(tool.module_id, error.code)
 
-    async def _run(self, call: _Call, context: Context[Any]) -> Any:
-        module_id, tool = call.tool.module_id, call.tool
+    async def _call_module(self, call: _Call, context: Context[Any]) -> Any:
+        tool = call.tool
         if self._options.validate_inputs or _unknown(tool, call.arguments):
             _check_input(tool, call.arguments)
         if not (tool.told.annotations.streaming and "progress_token" in call.meta):
-            return await self.executor.call_async(module_id, call.arguments, context)
+            return await self.executor.call_async(tool.module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: dict[str, Any] = {}
-        async with contextlib.aclosing(cast(Any, self.executor.stream(module_id, call.arguments, context))) as chunks:
+        stream: Any = self.executor.stream(tool.module_id, call.arguments, context)
+        async with contextlib.aclosing(stream) as chunks:
             async for chunk in chunks:
                 _merge(merged, chunk)
                 await call.report(max(call.told, 0) + 1, None, _as_json(tool, chunk)[0])
@@ -2299,15 +2301,25 @@ def _connection_of(session: ServerSession) -> Connection:
     return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
-class _Activity(asyncio.Queue[None]):
-    """What has been asked and not answered yet: `join()` waits until that is nothing. Event loop only."""
+class _Activity:
+    """How much has been asked and not answered yet: `join()` waits until that is nothing. Event loop only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._nothing = asyncio.Event()
+        self._nothing.set()
 
     def begin(self) -> None:
-        self.put_nowait(None)
+        self._count += 1
+        self._nothing.clear()
 
     def end(self) -> None:
-        self.get_nowait()
-        self.task_done()
+        self._count -= 1
+        if self._count == 0:
+            self._nothing.set()
+
+    async def join(self) -> None:
+        await self._nothing.wait()
 
 
 class _Bridge:
