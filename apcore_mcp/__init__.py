@@ -23,6 +23,7 @@ from .core import (
     from_openai_call,
     from_openai_name,
     report_progress,
+    run_openai_call,
     serve,
     to_openai_tools,
 )
@@ -30,4 +31,4 @@ from .core import (
 __all__ = ["MCPServer", "async_serve", "discover", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
 # What a module may use, which stays callable without a server.
 __all__ += ["MCP_ELICIT_KEY", "MCP_PROGRESS_KEY", "ElicitationApprovalHandler", "elicit", "report_progress"]
-__all__ += ["__version__"]
+__all__ += ["__version__", "run_openai_call"]

@@ -1562,8 +1562,12 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
         words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
         strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
     if "properties" in schema or "object" in _types(schema):
-        required, properties = schema.get("required", ()), strict.get("properties", {})
-        strict["properties"] = {k: v if k in required else _nullable(v) for k, v in properties.items()}
+        needed = {*schema.get("required", ())}
+        for name, field in schema.get("properties", {}).items():
+            if "const" in field and field["const"] == field.get("default"):
+                needed.add(name)  # the tag of a union: without it nothing tells which branch was meant
+        properties = strict.get("properties", {})
+        strict["properties"] = {k: v if k in needed else _nullable(v) for k, v in properties.items()}
         strict |= {"required": sorted(properties), "additionalProperties": False}
     return strict
 
@@ -1647,14 +1651,26 @@ def from_openai_call(
     ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
     """
     options = _Options(registry_or_executor)
-    module_id = from_openai_name(name, options.registry)
+    tool = _offered(options, name)
+    if tool is None:
+        raise ValueError(f"to_openai_tools() offers no function {name!r}")
+    return tool.module_id, _inputs_of(tool, name, arguments)
+
+
+def _offered(options: _Options, name: str) -> _Tool | None:
+    """What `to_openai_tools` offers under the name of a function."""
+    with contextlib.suppress(ValueError):
+        module_id = from_openai_name(name, options.registry)
+        if module_id in options.registry.list(prefix=module_id):
+            return _ToolCatalog(options).build(module_id)
+    return None
+
+
+def _inputs_of(tool: _Tool, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    tool = _ToolCatalog(options).build(module_id) if module_id in options.registry.list(prefix=module_id) else None
-    if tool is None:
-        raise ValueError(f"to_openai_tools() offers no function {name!r}")
-    return module_id, _drop_nulls(inputs, tool.input_schema)
+    return cast(dict[str, Any], _drop_nulls(inputs, tool.input_schema))
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -2967,6 +2983,44 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
 
 # ---- Doors: the command line's, and `async_serve`, `MCPServer`, `serve` ----
+
+
+async def run_openai_call(
+    registry_or_executor: Registry | Executor | APCore,
+    name: str,
+    arguments: str | dict[str, Any],
+    *,
+    identity: Identity | None = None,
+) -> str:
+    """Run the call a model sent back; what the model is to be told, as text.
+
+        output = await run_openai_call(executor, call.function.name, call.function.arguments)
+
+    That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), with a line for each file, or the
+    plain sentence of the error, also for a function that was not offered and arguments that are no JSON object. Nulls
+    are dropped as by `from_openai_call`. `identity` is the caller to the ACL. Nobody can be asked for an approval: what
+    apcore refuses without one is refused. Raises TypeError for neither a Registry nor an Executor, and nothing that a
+    module raised.
+    """
+    options = _Options(registry_or_executor)
+    tool = _offered(options, name)
+    if tool is None:
+        return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
+    try:
+        inputs = _inputs_of(tool, name, arguments)
+    except ValueError as error:
+        return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
+    router = _ExecutionRouter(_ToolCatalog(options), options.executor(), options)
+    running = asyncio.create_task(router.execute(_Call(tool, inputs, options, identity)))
+    try:
+        result = await asyncio.shield(running)
+    except asyncio.CancelledError:
+        running.cancel()
+        raise
+    text, *files = result["content"]
+    kinds = [file.get("resource", file)["mimeType"] for file in files]
+    return "\n".join([text["text"], *[f"[a file of type {kind}]" for kind in kinds]])
+
 
 _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 

@@ -6,24 +6,29 @@ Demanded by SRS FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-0
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
+import datetime
 import json
 import logging
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
-from apcore import Executor, ModuleAnnotations, Registry
+from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
+from apcore.approval import AlwaysDenyHandler
+from apcore.context import Identity
 from conftest import EXTENSIONS, ROOT, FunctionalModule, connect, echo, registry_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
 from test_schemas import QUICK, models, subschemas
 
-from apcore_mcp import from_openai_call, from_openai_name, to_openai_tools
+from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
 INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
 
@@ -613,3 +618,108 @@ def test_what_a_model_sends_in_strict_mode_comes_back_as_the_inputs_it_meant(dat
         assert inputs == value.back
         assert executor.call(module_id, inputs) == value.back
         assert model.model_validate(inputs) == model.model_validate(value.plain)
+
+
+# ---- A model's call, run ----
+
+
+def running(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    if inputs.get("fails"):
+        raise RuntimeError("/etc/passwd")
+    moment = datetime.datetime(2025, 1, 31, 12, 0)
+    return {"at": moment, "raw": b"\x00\xff", "token": "S3CR3T", "given": dict(inputs)}
+
+
+RUN = {"type": "object", "properties": {"x": INTEGER, "fails": {"type": "boolean"}}}
+GIVEN = {"type": "object", "properties": {"token": {**STRING, "x-sensitive": True}}}
+
+
+async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
+    """The design's "A model's call, run"."""
+    module = FunctionalModule(running, input_schema=RUN, output_schema=GIVEN)
+    registry = registry_of({"m.run": module})
+    for source in (registry, Executor(registry)):
+        told = await run_openai_call(source, "m-run", '{"x": 1, "fails": null}')
+        assert json.loads(told) == {
+            "at": "2025-01-31T12:00:00", "raw": "AP8=", "token": "***REDACTED***", "given": {"x": 1}
+        }  # fmt: skip
+    async with connect(registry) as client:
+        (part,) = (await client.call_tool("m.run", {"x": 1})).content
+    assert part.type == "text"
+    assert told == part.text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        pytest.param("m-run", {"fails": True}, "Internal error occurred", id="raises"),
+        pytest.param("m-run", {"x": "1"}, "Input validation failed:\n- x: '1' is not of type 'integer' (type)",
+                     id="wrong"),
+        pytest.param("m-none", "{}", "Module not found: m-none", id="unknown"),
+        pytest.param("m-hidden", "{}", "Module not found: m-hidden", id="hidden"),
+        pytest.param("m" * 54 + "-012345678", "{}", f"Module not found: {'m' * 54}-012345678", id="shortened"),
+        pytest.param("m-run", "[]", "Invalid input: Arguments of 'm-run' must be a JSON object, got list", id="list"),
+    ],
+)  # fmt: skip
+async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, arguments: Any, told: str) -> None:
+    hidden = FunctionalModule(running, annotations=ModuleAnnotations(discoverable=False))
+    registry = registry_of({"m.run": FunctionalModule(running, input_schema=RUN), "m.hidden": hidden})
+    assert await run_openai_call(registry, name, arguments) == told
+
+
+async def test_a_call_of_a_model_is_made_for_its_caller_and_asks_nobody() -> None:
+    rules = [ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"roles": ["staff"]})]
+    registry = registry_of({"m.run": echo})
+    guarded = Executor(registry, acl=ACL(rules, default_effect="deny"))
+    ann = Identity("ann", roles=("staff",))
+    assert await run_openai_call(guarded, "m-run", "{}") == "Access denied"
+    assert await run_openai_call(guarded, "m-run", {"a": 1}, identity=ann) == '{"a":1}'
+    asked = registry_of({"m.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))})
+    refusing = Executor(asked, approval_handler=AlwaysDenyHandler())
+    assert await run_openai_call(refusing, "m-run", "{}") == "Approval was denied"
+    with pytest.raises(TypeError, match="Expected Registry or Executor"):
+        await run_openai_call(5, "m-run", "{}")  # type: ignore[arg-type]
+
+
+async def test_a_call_of_a_model_can_be_cancelled() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return {}
+
+    call = asyncio.create_task(run_openai_call(registry_of({"m.run": wait}), "m-run", "{}"))
+    async with asyncio.timeout(20):
+        await begun.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await ended.wait()
+
+
+def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:
+    """Without it pydantic does not know the branch, though it has a default; other consts stay optional."""
+
+    class Cat(BaseModel):
+        kind: Literal["cat"] = "cat"
+        lives: int = 9
+
+    class Dog(BaseModel):
+        kind: Literal["dog"] = "dog"
+
+    class Owner(BaseModel):
+        pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+        sure: Literal[True] | None = None
+
+    parameters = strict_parameters(Owner.model_json_schema())
+    validator = Draft202012Validator(parameters)
+    assert not validator.is_valid({"pet": {"kind": None, "lives": None}, "sure": None})
+    sent = {"pet": {"kind": "cat", "lives": None}, "sure": None}
+    assert validator.is_valid(sent)
+    executor = Executor(registry_of({"a.model": accepting(Owner)}))
+    module_id, inputs = from_openai_call(executor, "a-model", json.dumps(sent))
+    assert executor.call(module_id, inputs) == {"pet": {"kind": "cat"}, "sure": None}
