@@ -2533,14 +2533,13 @@ class _Explorer:
 
     async def server(self, request: Request) -> Response:
         options = self._options
-        # Relative to the page, which knows where it is: a proxy may have taken a prefix away.
-        endpoint = posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix)
         told = {
             "name": options.name,
             "version": options.version or __version__,
             "instructions": options.instructions,
             "transport": options.transport,
-            "endpoint": endpoint,
+            # Relative to the page, which knows where it is: a proxy may have taken a prefix away.
+            "endpoint": posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix),
             "allowExecute": options.allow_execute,
         }
         return self._answer(told)
