@@ -42,6 +42,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import posixpath
 import queue
@@ -1582,20 +1583,47 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _drop_nulls(value: Any, schema: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
-    # The branch the model wrote for comes first: an open object would take anything, nulls included.
-    branches = sorted(_branches(schema, ("anyOf", "oneOf")), key=lambda b: not _is_valid(value, _to_strict(b)))
-    candidates = ((_drop_nulls(value, branch), branch) for branch in branches)
-    value = next((candidate for candidate, branch in candidates if _is_valid(candidate, branch)), value)
-    value = functools.reduce(_drop_nulls, schema.get("allOf", ()), value)
+def _drop_nulls(value: Any, schema: JSONSchema) -> tuple[Any, int]:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
+
+    Also returns how well `value` fits: 2 as strict mode has it written, 1 as the schema lets others write it, 0 not, as
+    far as types, names and tags tell. Of a union that chooses the branch; nothing is changed by one that does not fit.
+    """
+    types = _types(schema)
+    fits = 2 if not types or any(Draft202012Validator.TYPE_CHECKER.is_type(value, kind) for kind in types) else 0
+    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
+        fits = 0
+    for part in schema.get("allOf", ()):
+        value, fit = _drop_nulls(value, part)
+        fits = min(fits, fit)
+    for keyword in schema.keys() & {"anyOf", "oneOf"}:
+        candidate, fit = max((_drop_nulls(value, branch) for branch in schema[keyword]), key=operator.itemgetter(1))
+        value = candidate if fit else value
+        fits = min(fits, fit)
     if isinstance(value, list):
-        return [functools.reduce(_drop_nulls, _inside([schema], index), item) for index, item in enumerate(value)]
-    if isinstance(value, dict):
-        parts = {name: [*_inside([schema], name)] for name in value}
-        absent = {name for name in value if value[name] is None and not all(_is_valid(None, s) for s in parts[name])}
-        return {name: functools.reduce(_drop_nulls, parts[name], value[name]) for name in value if name not in absent}
-    return value
+        value = [*value]
+        for index in range(len(value)):
+            for inner in _inside([schema], index):
+                value[index], fit = _drop_nulls(value[index], inner)
+                fits = min(fits, fit)
+    elif isinstance(value, dict):
+        properties = schema.get("properties", {})
+        if (properties or "object" in types) and value.keys() != properties.keys():
+            fits = min(fits, 1)
+        if schema.get("additionalProperties") is False and not value.keys() <= properties.keys():
+            fits = 0
+        given, value = value, {}
+        for name, item in given.items():
+            inside = [*_inside([schema], name)]
+            if item is None and not all(_is_valid(None, inner) for inner in inside):
+                continue
+            for inner in inside:
+                item, fit = _drop_nulls(item, inner)
+                fits = min(fits, fit)
+            value[name] = item
+        if not value.keys() >= {*schema.get("required", ())}:
+            fits = 0
+    return value, fits
 
 
 def to_openai_tools(
@@ -1670,7 +1698,7 @@ def _inputs_of(tool: _Tool, name: str, arguments: str | dict[str, Any]) -> dict[
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return cast(dict[str, Any], _drop_nulls(inputs, tool.input_schema))
+    return cast(dict[str, Any], _drop_nulls(inputs, tool.input_schema)[0])
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----

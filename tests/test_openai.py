@@ -571,6 +571,24 @@ def test_branches_inside_branches_take_no_longer_than_they_are_many() -> None:
     assert inputs.keys() == {"a"}
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(wrong: bool) -> None:
+    """Unions three wide and eight deep, of which a slightly wrong call fits none, and a pattern that hangs."""
+    schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING, "opt": INTEGER}, "required": ["leaf"]}
+    sent: dict[str, Any] = {"leaf": 5 if wrong else "a", "opt": None}
+    for _ in range(7):
+        tagged = [{"type": "object", "properties": {"in": schema, f"b{i}": STRING}} for i in range(3)]
+        schema = {"type": "object", "properties": {"a": {"anyOf": tagged}}}
+        sent = {"a": {"in": sent, "b2": None}}
+    text = {**STRING, "pattern": r"^(\w+\s?)+$"}
+    names = {"anyOf": [{"type": "object", "properties": {"n": text}}, {"type": "array", "items": text}]}
+    whole = {"type": "object", "properties": {"deep": schema, "names": names}}
+    registry = registry_of({"m.a": FunctionalModule(echo, input_schema=whole)})
+    _, inputs = from_openai_call(registry, "m-a", {"deep": sent, "names": {"n": "a" * 28 + "!"}})
+    assert wrong or "null" not in json.dumps(inputs)
+
+
 @pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", "m-a-", "", "m.a.b"])
 def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}
