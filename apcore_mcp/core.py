@@ -3038,11 +3038,12 @@ async def run_openai_call(
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
     router = _ExecutionRouter(_ToolCatalog(options), options.executor(), options)
-    running = asyncio.create_task(router.execute(_Call(tool, inputs, options, identity)))
+    call = _Call(tool, inputs, options, identity)
+    call.task = asyncio.create_task(router.execute(call))
     try:
-        result = await asyncio.shield(running)
+        result = await asyncio.shield(call.task)
     except asyncio.CancelledError:
-        running.cancel()
+        call.task.cancel()
         raise
     text, *files = result["content"]
     kinds = [file.get("resource", file)["mimeType"] for file in files]
