@@ -18,13 +18,15 @@ from typing import Any
 import httpx
 import pytest
 from apcore import BindingLoader, Executor, Registry
-from conftest import EXTENSIONS, ROOT, RawClient, command, free_port, stdio, until
+from conftest import EXTENSIONS, HANDSHAKE, ROOT, RawClient, command, echo, free_port, registry_of, stdio, until
+from mcp import MCPError
 from mcp.client import Client
 from pydantic_core import to_jsonable_python
 from starlette.testclient import TestClient
 from test_eras import answer, modern
 
 import apcore_mcp
+from apcore_mcp import MCPServer
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -249,6 +251,28 @@ def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Pa
         for host in ("tools.example.com", "localhost:8000", "127.0.0.1:8000"):
             response = http.post(f"http://{host}/agents/mcp", **posted)
             assert answer(response)["result"]["structuredContent"] == {"result": "HI"}
+
+
+@pytest.mark.parametrize("stateless", [False, True], ids=["sessions", "stateless"])
+async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str, stateless: bool) -> None:
+    options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "stateless": stateless}
+    server = MCPServer(registry_of({"t.echo": echo}), **options)
+    server.start()
+    try:
+        async with Client(f"http://127.0.0.1:{options['port']}/mcp", mode=mode, read_timeout_seconds=30) as client:
+            await client.call_tool("t.echo", {})
+            server.stop()
+            server.wait()
+            server = MCPServer(registry_of({"t.echo": echo}), **options)
+            server.start()
+            if mode == HANDSHAKE and not stateless:
+                with pytest.raises(MCPError, match="Session not found"):
+                    await client.call_tool("t.echo", {})
+            else:
+                assert not (await client.call_tool("t.echo", {})).is_error
+    finally:
+        server.stop()
+        server.wait()
 
 
 def test_the_flags_of_the_readme_are_those_of_the_command_line() -> None:
