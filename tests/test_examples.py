@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -180,9 +181,8 @@ def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
             if package.partition(".")[0] not in ("openai", "fastapi", "shop"):  # others', and the reader's
                 module = importlib.import_module(package)
                 assert all(hasattr(module, name) for name in names.split(", ")), names
-    used = " ".join(re.findall(r"^from apcore_mcp import (.+)$", README, flags=re.MULTILINE))
     functions = {name for name in apcore_mcp.__all__ if name.islower() and not name.startswith("_")}
-    assert functions - {"from_openai_name"} <= set(used.replace(",", "").split())
+    assert [name for name in functions - {"from_openai_name"} if f"{name}(" not in README] == []
 
 
 async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_there(tmp_path: Path) -> None:
@@ -273,6 +273,41 @@ async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str
     finally:
         server.stop()
         server.wait()
+
+
+async def test_a_conversation_with_openai_runs_as_the_readme_shows(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client is the one part that is not real: it calls the tool, and then says what it was told."""
+    function = SimpleNamespace(name="text-shout", arguments='{"text": "hi"}')
+
+    class AsyncOpenAI:
+        def __init__(self) -> None:
+            self.chat = SimpleNamespace(completions=self)
+
+        async def create(self, *, model: str, messages: list[Any], tools: list[Any]) -> Any:
+            assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
+            told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
+            calls = None if told else [SimpleNamespace(id="1", function=function)]
+            message = {"role": "assistant"}
+            reply = type("Message", (dict,), {"content": told, "tool_calls": calls})(message)
+            return SimpleNamespace(choices=[SimpleNamespace(message=reply)])
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=AsyncOpenAI))  # type: ignore[arg-type]
+    program: dict[str, Any] = {}
+    exec(block_with("AsyncOpenAI"), program)
+    assert json.loads(await program["answer"]([{"role": "user", "content": "Shout hi"}])) == {"result": "HI"}
+
+
+async def test_the_calls_of_the_responses_api_are_answered_as_the_readme_shows(project: Path) -> None:
+    program: dict[str, Any] = {}
+    exec(block_with("function_call_output"), program)
+    assert [(tool["type"], tool["name"]) for tool in program["tools"]] == [("function", "text-shout")]
+    call = SimpleNamespace(type="function_call", name="text-shout", arguments='{"text": "hi"}', call_id="c1")
+    response = SimpleNamespace(output=[SimpleNamespace(type="reasoning"), call])
+    (item,) = await program["answers"](response)
+    assert (item["type"], item["call_id"]) == ("function_call_output", "c1")
+    assert json.loads(item["output"]) == {"result": "HI"}
 
 
 def test_the_flags_of_the_readme_are_those_of_the_command_line() -> None:
