@@ -58,7 +58,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from importlib.machinery import SourceFileLoader
@@ -118,7 +118,6 @@ if TYPE_CHECKING:
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
     from mcp.server.session import ServerSession
     from mcp.shared.message import SessionMessage
-    from mcp.shared.subscriptions import ServerEvent
     from mcp_types import CallToolRequestParams, JSONRPCMessage, ReadResourceRequestParams
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -2334,7 +2333,7 @@ class _ExecutionRouter:
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 _SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
-_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client on stdio, as the SDK allows over HTTP
+_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on stdio as the SDK allows over HTTP
 # What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
@@ -2379,7 +2378,8 @@ class _Bridge:
         from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
-        self.options, self.closing = options, False
+        self.options = options
+        self.closing = False
         self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options.executor(), options)
@@ -2399,10 +2399,8 @@ class _Bridge:
             on_list_tools=cast(Any, self._list_tools),
             on_call_tool=cast(Any, self.router.handle_call),
             on_list_resources=cast(Any, self._list_resources),
-            on_list_resource_templates=cast(Any, self._list_resources),
+            on_list_resource_templates=cast(Any, self._list_resource_templates),
             on_read_resource=cast(Any, self._read_resource),
-            on_subscribe_resource=cast(Any, self._subscribe),
-            on_unsubscribe_resource=cast(Any, self._subscribe),
             on_subscriptions_listen=self._listen,
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
@@ -2414,7 +2412,7 @@ class _Bridge:
     async def __aenter__(self) -> _Bridge:
         loop = asyncio.get_running_loop()
         self.catalog.follow(lambda: loop.call_soon_threadsafe(self._wake))
-        self.endless.add(loop.create_task(self._announce(self._bus.publish)))
+        self.endless.add(loop.create_task(self._publish()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -2427,12 +2425,16 @@ class _Bridge:
         self.deadline = self.deadline or time.monotonic() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
-            for limit in (self.deadline, self.deadline + 0.5):  # the second, so that who asked is told
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.activity.join(), limit - time.monotonic())
-                self.router.stop()
+            await self._answered(self.deadline)
+            self.router.stop()
+            await self._answered(self.deadline + 0.5)  # so that who asked is told
             for each in self.endless:
                 each.cancel()
+
+    async def _answered(self, limit: float) -> None:
+        """Wait until nothing is left to answer, or for the `limit` (monotonic seconds)."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.activity.join(), limit - time.monotonic())
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -2442,22 +2444,24 @@ class _Bridge:
             raise _protocol_error(-32000, "Server is shutting down")
         self.activity.begin()  # until the request's own task ends, when the answer has been handed over
         cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
-        connection, told = _connection_of(ctx.session), (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
-        if told not in (None, ctx.protocol_version) and ctx.method != "initialize":
+        connection = _connection_of(ctx.session)
+        version = (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
+        if version not in (None, ctx.protocol_version) and ctx.method != "initialize":
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
         if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
         well_formed = connection.client_capabilities or not _is_modern(ctx.protocol_version)
         if ctx.method == "tools/list" and connection.initialize_accepted and well_formed:
             return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
+        is_new = not connection.initialize_accepted  # or it says hello again
         result = await call_next(ctx)
         if ctx.method == "initialize" and isinstance(result, dict):
             follows = connection.has_standalone_channel
-            if follows and not connection.state:  # or it says hello again
-                self._follow(connection, ctx.session)
+            if follows and is_new:
+                connection.exit_stack.callback(asyncio.create_task(self._tell(ctx.session)).cancel)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
             result["capabilities"]["tools"] = {"listChanged": follows}
-            result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": follows}
+            result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": False}
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object = None) -> dict[str, Any]:
@@ -2467,8 +2471,10 @@ class _Bridge:
         return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
-        """Those, or the templates, of which there are none: the SDK leaves out what is not of the method's result."""
-        return {"resources": [tool.resource for tool in self._documented().values()], "resourceTemplates": [], **_FRESH}
+        return {"resources": [tool.resource for tool in self._documented().values()], **_FRESH}
+
+    async def _list_resource_templates(self, ctx: RequestContext, params: object) -> dict[str, Any]:
+        return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
         tool = self._documented().get(params.uri)
@@ -2482,44 +2488,42 @@ class _Bridge:
         """The listed modules that have documentation, by its URI (SRS FR-RESOURCE-001, -002)."""
         return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
 
-    async def _subscribe(self, ctx: RequestContext, params: Any) -> dict[str, Any]:
-        """Follow a resource, or no longer, in the handshake's way; from 2026-07-28 on, that is part of listening."""
-        await self._read_resource(ctx, params)  # nothing else can be followed
-        uris = _connection_of(ctx.session).state.setdefault("uris", set())
-        (uris.add if ctx.method == "resources/subscribe" else uris.discard)(params.uri)
-        return {}
-
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
         params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
+        if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
+            asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _announce(self, publish: Callable[[ServerEvent], Awaitable[None]]) -> None:
-        """Publish every change of the catalog from now on, as fast as it is taken: what changes meanwhile is one."""
-        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
-
-        changed, now = self._changed, self._documented()
+    async def _changes(self) -> AsyncIterator[None]:
+        """Something for each change of the catalog from now on; what changes until it is asked for again is one."""
+        changed = self._changed
         while await changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
-            changed, before, now = self._changed, now, self._documented()
-            events: list[ServerEvent] = [ToolsListChanged(), ResourcesListChanged()]
-            for event in [*events, *map(ResourceUpdated, dict(before.items() ^ now.items()))]:
-                await publish(event)
+            changed = self._changed
+            yield
 
-    def _follow(self, connection: Connection, session: ServerSession) -> None:
-        """Tell a handshake connection of what changes, until it ends."""
-        from mcp.shared.subscriptions import ResourceUpdated, event_to_notification
+    async def _publish(self) -> None:
+        """Tell clients of 2026-07-28 of every change: the lists, and each resource that is another or gone."""
+        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
 
-        uris = connection.state.setdefault("uris", set())
+        now = self._documented()
+        async for _ in self._changes():
+            before = now
+            now = self._documented()
+            await self._bus.publish(ToolsListChanged())
+            await self._bus.publish(ResourcesListChanged())
+            for uri in dict(before.items() ^ now.items()):
+                await self._bus.publish(ResourceUpdated(uri))
 
-        async def tell(event: ServerEvent) -> None:
-            if not isinstance(event, ResourceUpdated) or event.uri in uris:
-                await session.send_notification(event_to_notification(event, {}))
-
-        connection.exit_stack.callback(asyncio.create_task(self._announce(tell)).cancel)
+    async def _tell(self, session: ServerSession) -> None:
+        """Tell a handshake client of every change of the lists."""
+        async for _ in self._changes():
+            await session.send_tool_list_changed()
+            await session.send_resource_list_changed()
 
 
 # ---- Explorer: one page, and as JSON what it shows and runs ----
@@ -2617,9 +2621,8 @@ class _Explorer:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-# A Host header in lower case: a name or an address, and nothing before it (of "a@b", b is the host).
-_HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
-_ADDRESS = re.compile(r"localhost|[\d.]+|\[.+\]")
+# A Host header in lower case: a name, or this machine's own or an address (of "a@b", b would be the host).
+_HOST = re.compile(r"((localhost|[\d.]+|\[[\w:.%]+\])|[\w.-]*)(:\d+)?", re.ASCII)
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
 
 
@@ -2636,10 +2639,9 @@ class _Guard:
         self._app = app
         self._bridge = bridge
         self._options = bridge.options
-        self._own_host = self._options.host.lower()
-        self._allowed = [pattern.lower() for pattern in self._options.allowed_hosts or ()]
-        if not self._allowed and not _LOOPBACK.fullmatch(self._own_host):
-            self._allowed = ["*"]
+        own = self._options.host.lower()
+        allowed = self._options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
+        self._allowed = [own, f"{own}:*", *map(str.lower, allowed)]
         self._allowed_pages = [pattern for pattern in self._allowed if re.search(r"\w", pattern.split(":")[0])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -2691,9 +2693,7 @@ class _Guard:
         named = _HOST.fullmatch(host)
         if named is None:
             return False
-        if named[1] == self._own_host or _ADDRESS.fullmatch(named[1]):
-            return True
-        return any(fnmatchcase(host, pattern) for pattern in allowed)
+        return bool(named[2]) or any(fnmatchcase(host, pattern) for pattern in allowed)
 
 
 class _SessionOwner:
@@ -2805,6 +2805,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
 # ---- stdio: pipes, and who owns the standard streams ----
 
+_LINE_MAX_BYTES = 16 * 1024 * 1024  # what is kept of a line; twice as much may be read ahead
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
 _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
@@ -2888,16 +2889,18 @@ def _as_pipes(wire: tuple[int, int], stack: contextlib.ExitStack) -> tuple[Any, 
 class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
     """One client at the other end of a wire, as the streams of messages that the SDK's server runs on.
 
-    A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error; the SDK would drop it, and its
-    sender wait for ever. When the input ends, what has been asked is still answered, for 5 seconds at most: only then
-    does the stream end.
+    A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error, up to 16 MiB under its id; the
+    SDK would drop it, and its sender wait for ever. When the input ends, what has been asked is still answered, for 5
+    seconds at most: only then does the stream end.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
-        self._reader, self._writer, self._bridge = reader, writer, bridge
+        self._reader = reader
+        self._writer = writer
+        self._bridge = bridge
         self._asked = list[int | str]()  # the ids of this server's own requests
-        # As many calls may run; none of them has to wait for a thread.
-        self._writing, self._places = asyncio.Lock(), asyncio.Semaphore(250)
+        self._places = asyncio.Semaphore(250)  # as many calls may run; none of them has to wait for a thread
+        self._writing = asyncio.Lock()
         bridge.router.place = self._place
         writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
 
@@ -2916,17 +2919,16 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
             yield
 
     async def receive(self) -> AsyncIterator[SessionMessage]:
-        """The client's messages; none is read while it leaves unread what it has asked for."""
+        """The client's messages, to the end of its input."""
         from mcp.shared.message import ServerMessageMetadata, SessionMessage
         from mcp_types import ErrorData, JSONRPCError, JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
         settling = ServerMessageMetadata(on_request_unanswered=self._settle)
         while not self._reader.at_eof():
-            line = b"one that is too long"
-            async with self._writing:
-                pass
+            line = await self._read_line()
             try:
-                line = await self._reader.readline()
+                if len(line) > _MESSAGE_MAX_BYTES:
+                    raise ValueError("It is too long")
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
                     raise ValueError("It is no id, or this would be a request")
@@ -2941,6 +2943,23 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         for request_id in self._asked:  # nobody is left to answer; of what has been answered, this is let pass
             yield SessionMessage(JSONRPCError(jsonrpc="2.0", id=request_id, error=gone))
         await self._bridge.finish(closing=False)  # what has been read is still begun
+
+    async def _read_line(self) -> bytes:
+        """The next line; none is kept, and an error is sent, of one that is longer than the reader's limit."""
+        is_whole = True
+        while True:
+            try:
+                line = await self._reader.readuntil()
+            except asyncio.IncompleteReadError as end:
+                line = end.partial
+            except asyncio.LimitOverrunError as overrun:
+                is_whole = False
+                await self._reader.readexactly(overrun.consumed)
+                continue
+            if is_whole:
+                return line
+            await self._refuse(b"")
+            return b""
 
     async def send(self, item: SessionMessage) -> None:
         from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
@@ -2970,13 +2989,16 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         """Answer a line that is no message, under its id where one can be made out."""
         from mcp_types import ErrorData, JSONRPCError
 
-        code, request_id = -32700, None
-        reason = f"Parse error: line is not JSON, or longer than {_MESSAGE_MAX_BYTES} bytes"
-        with contextlib.suppress(ValueError, RecursionError):
+        request_id = None
+        try:
             decoded = json.loads(line)
-            code, reason = -32600, "Invalid request: not a single JSON-RPC message"
-            if isinstance(decoded, dict) and type(decoded.get("id")) in (str, int):
+            code = -32600
+            reason = f"Invalid request: not a single JSON-RPC message of at most {_MESSAGE_MAX_BYTES} bytes"
+            if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
                 request_id = decoded["id"]
+        except (ValueError, RecursionError):
+            code = -32700
+            reason = f"Parse error: line is not JSON, or longer than {_LINE_MAX_BYTES} bytes"
         await self._write(JSONRPCError(jsonrpc="2.0", id=request_id, error=ErrorData(code=code, message=reason)))
 
 
@@ -2987,16 +3009,23 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     With pipes and sockets, no thread stands between a client and its answer. A client that reads no more has gone, so
     its input ends too. At the end it is given a second to read what it has been told; what is left then is dropped.
     """
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(_LINE_MAX_BYTES)
     with _standard_streams() as wire, contextlib.ExitStack() as stack:
         source, sink = _as_pipes(wire, stack)
         incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
         nothing = asyncio.StreamReader()
         outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(nothing), sink)
         writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
-        gone = asyncio.gather(writer.wait_closed(), return_exceptions=True)
-        gone.add_done_callback(lambda _: incoming.close())
-        connection, options = _StdioConnection(reader, writer, bridge), bridge.server.create_initialization_options()
+
+        async def end() -> None:
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            incoming.close()
+
+        gone = asyncio.create_task(end())
+        connection = _StdioConnection(reader, writer, bridge)
+        options = bridge.server.create_initialization_options()
         running = asyncio.create_task(bridge.server.run(connection.receive(), connection, options))
         try:
             yield running

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import httpx2
 import pytest
 from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.client.streamable_http import streamable_http_client
 from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated
-from mcp_types import ResourceListChangedNotification, ResourceUpdatedNotification
+from mcp_types import ResourceListChangedNotification
 from test_eras import ACCEPT, answer, initialize_params, message, modern
+
+from apcore_mcp import async_serve
 
 MARKDOWN = "# Resize\n\nKeeps the *ratio*."
 MODULES = {
@@ -108,67 +109,62 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         assert (await client.list_resources()).resources == []
 
 
-@pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
-@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-async def test_who_follows_a_resource_is_told_when_it_changes(mode: str, transport: str) -> None:
-    if transport == "sse" and mode == MODERN:
-        pytest.skip("the deprecated transport is of the handshake era")
+async def test_who_listens_for_a_resource_is_told_when_it_changes() -> None:
     registry = registry_of({f"doc.{name}": documented(documentation="one") for name in "abc"})
-    updated: asyncio.Queue[str] = asyncio.Queue()
-    listening = asyncio.Event()
 
-    async def note(received: object) -> None:
-        if isinstance(received, ResourceUpdatedNotification):
-            updated.put_nowait(str(received.params.uri))
-
-    async def note_stream(response: httpx2.Response) -> None:
-        if response.request.method == "GET" and response.status_code == 200:
-            listening.set()
-
-    async def follow(events: AsyncIterator[object]) -> None:
-        async for event in events:
-            if isinstance(event, ResourceUpdated):
-                updated.put_nowait(event.uri)
-
-    def replace(name: str, text: str | None) -> None:
+    def replace(name: str, text: str) -> None:
         registry.unregister(f"doc.{name}")
         registry.register(f"doc.{name}", documented(documentation=text))
 
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
-        url = stack.enter_context(serving(registry, transport=transport))
-        hooks: dict[str, Any] = {"response": [note_stream]}
-        http = await stack.enter_async_context(httpx2.AsyncClient(event_hooks=hooks, timeout=30))
-        server: Any = streamable_http_client(f"{url}/mcp", http_client=http)
-        server = sse_client(f"{url}/sse") if transport == "sse" else server
-        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=note)
-        await stack.enter_async_context(client)
-        if mode == MODERN:
-            events = await stack.enter_async_context(client.listen(resource_subscriptions=["docs://doc.a"]))
-            stack.callback(asyncio.create_task(follow(events)).cancel)
-        else:
-            assert client.server_capabilities.resources.subscribe is True
-            for name in "ab":
-                await client.subscribe_resource(f"docs://doc.{name}")
-            await client.unsubscribe_resource("docs://doc.b")
-            if transport == "streamable-http":
-                await listening.wait()
-        replace("b", "two")  # nobody follows it
+        client = await stack.enter_async_context(connect(registry))
+        events = await stack.enter_async_context(client.listen(resource_subscriptions=["docs://doc.a"]))
+        updated = (event.uri async for event in events if isinstance(event, ResourceUpdated))
+        replace("b", "two")  # nobody listens for it
         replace("c", "two")
-        replace("a", "one")  # another module, that says the same
         await client.list_tools()
-        for text in ("two", "three", None):  # once or twice, as the module may be seen to be gone meanwhile
+        for text in ("two", "three"):  # once or twice, as the module may be seen to be gone meanwhile
             replace("a", text)
-            assert await updated.get() == "docs://doc.a"
-        while not updated.empty():
-            assert updated.get_nowait() == "docs://doc.a"
+            assert await anext(updated) == "docs://doc.a"
 
 
 @pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
-async def test_only_a_listed_resource_can_be_followed() -> None:
+async def test_no_handshake_client_is_promised_to_be_told_of_a_single_resource() -> None:
     async with connect({"doc.a": documented(documentation="one")}, mode=HANDSHAKE) as client:
+        assert client.server_capabilities.resources is not None
+        assert client.server_capabilities.resources.subscribe is False
         for ask in (client.subscribe_resource, client.unsubscribe_resource):
-            with pytest.raises(MCPError, match="Resource not found"):
-                await ask("docs://doc.none")
+            with pytest.raises(MCPError) as refused:
+                await ask("docs://doc.a")
+            assert refused.value.code == -32601
+
+
+async def test_the_modules_are_compared_once_for_all_sessions() -> None:
+    """By the loop's own processor time for a few changes among many modules, with and without many sessions."""
+    modules = {f"doc.n{number}": documented(documentation="one") for number in range(2_000)}
+
+    async def cost(sessions: int) -> float:
+        registry = registry_of(modules)
+        async with async_serve(registry) as app:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                for _ in range(sessions):
+                    opening = message("initialize", initialize_params("2025-11-25"))
+                    opened = await client.post("/mcp", json=opening, headers=ACCEPT)
+                    session = ACCEPT | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
+                    initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+                    assert (await client.post("/mcp", json=initialized, headers=session)).status_code == 202
+                await client.get("/health")
+                began = time.thread_time()
+                for number in range(5):
+                    registry.register(f"late.n{number}", documented())
+                    await client.get("/health")
+                    await asyncio.sleep(0.1)  # or they would be one change
+                return time.thread_time() - began
+
+    alone = await cost(0)
+    among_many = await cost(100)
+    assert among_many < 3 * alone, (alone, among_many)
 
 
 def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:

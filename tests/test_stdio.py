@@ -286,6 +286,49 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
     assert good == {*range(len(garbage)), "crlf", "long", "no newline at the end"}
 
 
+def test_a_request_that_is_too_long_is_refused_once_and_under_its_id_if_it_can_be_read(bench: list[str]) -> None:
+    """Over 4 MiB it is not run, over 16 MiB not even looked at; a long answer to the server is no request."""
+    mebibyte = "x" * 1024 * 1024
+    sizes = {"4": 4, "5": 5, "15": 15, "17": 17, "40": 40}
+    sent = [call(request_id, "t.echo", text=mebibyte * size) for request_id, size in sizes.items()]
+    sent.append({"jsonrpc": "2.0", "id": "an answer", "result": {"text": mebibyte * 5}})
+    answers, _ = converse(
+        bench, b"".join(line(message) + line(call(n, "t.echo", n=n)) for n, message in enumerate(sent))
+    )
+    refusals = [(answer["id"], answer["error"]["code"]) for answer in answers if "error" in answer]
+    assert refusals == [("4", -32600), ("5", -32600), ("15", -32600), (None, -32700), (None, -32700), (None, -32600)]
+    assert {answer["id"] for answer in answers if "result" in answer} == set(range(len(sent)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_line_without_an_end_does_not_fill_the_memory(bench: list[str]) -> None:
+    with RawClient(bench) as client:
+        assert client.request("ping")["result"] == {}
+        for _ in range(300):
+            client.process.stdin.write(b"x" * 1024 * 1024)  # type: ignore[union-attr]
+        client.send_line(b"")
+        assert client.receive()["id"] is None
+        status = Path(f"/proc/{client.process.pid}/status").read_text()
+        peak_kib = next(int(text.split()[1]) for text in status.splitlines() if text.startswith("VmHWM"))
+        assert peak_kib < 250 * 1024
+        assert client.request("ping")["result"] == {}
+
+
+def test_the_end_of_input_right_behind_a_request_to_listen_ends_the_server_at_once(bench: list[str]) -> None:
+    """It is answered as one that had listened for a while: acknowledged, and ended."""
+    listen = request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})
+    with RawClient(bench) as client:
+        client.send_line(line(call(1, "t.echo")).strip())
+        assert client.receive()["id"] == 1
+        began = time.monotonic()
+        stdout, stderr = client.process.communicate(line(listen), timeout=30)
+        assert time.monotonic() - began < 5, "it waited for the end of the stream"
+        acknowledged, ended = messages(stdout)
+        assert acknowledged["method"] == "notifications/subscriptions/acknowledged"
+        assert (ended["id"], "result" in ended) == ("listen", True)
+        assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+
+
 def test_a_thousand_calls_and_the_end_of_input_are_a_thousand_answers(bench: list[str]) -> None:
     """They are still running when the input ends (design §3, Cancellation)."""
     with RawClient(bench) as client:
