@@ -1297,8 +1297,8 @@ class _Files:
         for name, value in _run_file(path, place).items():
             if getattr(value, "__module__", "") != place:
                 continue  # it comes from somewhere else
-            if inspect.isfunction(value) and hasattr(value, "apcore_module"):
-                functions[value.apcore_module] = None
+            if inspect.isfunction(value) and "apcore_module" in vars(value):
+                functions[vars(value)["apcore_module"]] = None
             elif inspect.isclass(value) and chosen in ("", name) and not validate_module(value):
                 classes[value] = None
         if len(classes) > 1:
