@@ -104,8 +104,10 @@ from apcore.trace_context import TraceContext
 from apcore.utils.pattern import match_glob
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as InvalidAnswer
+from jsonschema.validators import extend
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
-from pydantic_core import from_json, to_json, to_jsonable_python
+from pydantic_core import SchemaError, from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -1818,6 +1820,20 @@ _NEXT_STATES: dict[_State, tuple[_State, ...]] = {
 }
 
 
+def _match_answer(_validator: Any, pattern: str, value: Any, _schema: Any) -> Iterator[InvalidAnswer]:
+    """As `pattern` of jsonschema, by the engine of pydantic, which always ends; what it does not know is let pass."""
+    try:
+        if isinstance(value, str):
+            TypeAdapter(Annotated[str, Field(pattern=pattern)]).validate_python(value)
+    except ValidationError:
+        yield InvalidAnswer(f"An answer does not match {pattern!r}")
+    except SchemaError:
+        pass
+
+
+_AnswerValidator: Any = cast(Any, extend)(Draft202012Validator, {"pattern": _match_answer})
+
+
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
@@ -1913,7 +1929,7 @@ class _Call:
                 answer = await self.answer
                 content = dict(answer.content or {}) if answer and answer.action == "accept" else None
                 if content is not None:
-                    Draft202012Validator(schema).validate(content)
+                    _AnswerValidator(schema).validate(content)
                 return content
             except Exception as error:  # the client's fault or its connection's: the module goes on without
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)

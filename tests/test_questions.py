@@ -112,6 +112,20 @@ async def test_a_module_is_given_what_its_user_filled_in_or_none(
     assert [(p.message, p.requested_schema) for p in asked] == ([("Who are you?", SCHEMA)] * 3 if answer else [])
 
 
+@pytest.mark.parametrize(("name", "taken"), [("Ada Lovelace", True), ("a" * 28 + "!", False), ("", False)])
+async def test_an_answer_is_held_against_a_pattern_in_no_time(mode: str, name: str, taken: bool) -> None:
+    """Python's `re` takes a minute for 28 letters that this pattern does not match; meanwhile nobody is served."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "pattern": r"^(\w+\s?)+$"}}}
+
+    async def ask_with_pattern(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Who are you?", schema)}
+
+    arguments, _ = asking(accept(name=name))
+    async with connect({"ask": ask_with_pattern}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        answered = (await client.call_tool("ask")).structured_content
+    assert answered == {"answer": {"name": name} if taken else None}
+
+
 @pytest.mark.parametrize("message", ["Go on?", ""], ids=["message", "empty-message"])
 async def test_a_question_without_a_schema_asks_for_a_bare_confirmation(mode: str, message: str) -> None:
     async def confirm(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
