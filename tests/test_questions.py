@@ -405,8 +405,8 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wired(modules: dict[str, Any] | Registry | Executor) -> AsyncIterator[Wire]:
-    async with connect(modules, client=asking(accept())[0]) as client, asyncio.timeout(40):
+async def wired(modules: dict[str, Any] | Registry | Executor, seconds: float = 40) -> AsyncIterator[Wire]:
+    async with connect(modules, client=asking(accept())[0]) as client, asyncio.timeout(seconds):
         yield Wire(client)
 
 
@@ -499,6 +499,7 @@ async def test_twenty_parked_calls_are_answered_out_of_order() -> None:
 
 
 @pytest.mark.once
+@pytest.mark.timeout(180)
 async def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
     ended: queue.Queue[int] = queue.Queue()
 
@@ -510,7 +511,7 @@ async def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> No
 
     # apcore's own limits would run out while so many are asked.
     config = Config(data={"executor": {"global_timeout": 0, "default_timeout": 0}})
-    async with wired(Executor(registry_of({"ask": patient}), config=config)) as wire:
+    async with wired(Executor(registry_of({"ask": patient}), config=config), seconds=150) as wire:
         states = [(await wire.question("ask", {"n": n}))[2] for n in range(1000)]
         with pytest.raises(MCPError, match="Too many calls"):
             await wire.call("ask", {"n": 1000})
