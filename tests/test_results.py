@@ -230,7 +230,7 @@ class Sizes(BaseModel):
 
 class Adding(Middleware):
     def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-        return {**output, "more": 1} if module_id == "demo.added" else None
+        return {**output, "n": "one"} if module_id == "demo.added" else None
 
 
 async def test_what_breaks_the_advertised_schema_is_an_error_though_apcore_lets_it_pass(mode: str) -> None:
@@ -498,8 +498,7 @@ async def test_sensitive_output_is_redacted_wherever_it_stands(
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("demo.account", {})
     assert parsed(text_of(result)) == shown
-    assert result.structured_content == shown
-    Draft202012Validator(tool.output_schema).validate(shown)
+    assert (tool.output_schema, result.structured_content) == (None, None), "what is hidden needs no second description"
     said = result.model_dump_json() + "".join(r.getMessage() for r in caplog.records if r.name.startswith("apcore_mcp"))
     assert [secret for secret in ("S3CR3T", "918273645", "2031-12-13") if secret in said] == []
 
@@ -509,7 +508,7 @@ async def test_sensitive_output_is_redacted_wherever_it_stands(
     [{"type": "object", **SECRET}, {"anyOf": [{"type": "object", **SECRET}, held(NUMBER)]}],
     ids=["plain", "any"],
 )
-async def test_an_output_that_is_sensitive_as_a_whole_promises_no_object(schema: dict[str, Any], mode: str) -> None:
+async def test_an_output_that_is_sensitive_as_a_whole_is_hidden_as_a_whole(schema: dict[str, Any], mode: str) -> None:
     async with connect({"demo.all": gives({"p": 918273645}, output_schema=schema)}, mode=mode) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("demo.all", {})
@@ -555,7 +554,7 @@ async def test_an_output_formatter_writes_the_text_and_nothing_else(
     schema = {"type": "object", "properties": {"key": {"type": "string", "x-sensitive": True}}}
     made = {"day": date(2026, 2, 3), "key": "S3CR3T"}
     shown = {"day": "2026-02-03", "key": REDACTED}
-    modules = {"demo.typed": gives(made, output_schema=schema), "demo.plain": gives(shown, output_schema={})}
+    modules = {"demo.typed": gives(shown), "demo.plain": gives(made, output_schema=schema)}
     async with connect(modules, mode=mode, output_formatter=formatter) as client:
         typed, plain = await client.call_tool("demo.typed", {}), await client.call_tool("demo.plain", {})
     for result in (typed, plain):
