@@ -2249,8 +2249,9 @@ async def _until(deadline: float, stream: AsyncIterator[Any], module_id: str) ->
     seconds = deadline - time.time()
     async with contextlib.aclosing(cast(Any, stream)):
         while True:
+            limit = asyncio.timeout(deadline - time.time())
             try:
-                async with asyncio.timeout(deadline - time.time()) as limit:
+                async with limit:
                     chunk = await anext(stream)
             except StopAsyncIteration:
                 return
