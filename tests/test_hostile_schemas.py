@@ -11,8 +11,10 @@ import decimal
 import enum
 import json
 import logging
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -26,6 +28,7 @@ from test_schemas import QUICK, check, models, mutations, nested, one, subschema
 from typing_extensions import TypedDict
 
 from apcore_mcp import from_openai_call, to_openai_tools
+from apcore_mcp.__main__ import main
 
 THOROUGH = settings(QUICK, max_examples=100)
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
@@ -435,3 +438,107 @@ def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_ac
         _, inputs = from_openai_call(registry, "a-module", json.dumps(sent))
         errors = [error.message for error in Draft202012Validator(schema).iter_errors(inputs)]
         assert errors == [], (schema, sent, inputs)
+
+
+# ---- How much work a schema can make ----
+
+
+def work(function: Callable[[], Any]) -> int:
+    """How many Python functions `function` calls."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def listed(schema: dict[str, Any], side: str = "output_schema") -> list[dict[str, Any]]:
+    return to_openai_tools(registry_of({"a.module": FunctionalModule(echo, **{side: schema})}))
+
+
+def blocks(levels: int, kinds: int, mark: bool) -> dict[str, Any]:
+    """A document whose blocks are of many kinds at each level, one of them with a token that may be marked."""
+    inner: dict[str, Any] = STRING
+    for level in range(levels):
+        variants = [one({**STRING, "maxLength": number}) for number in range(kinds - 1)]
+        token = {"token": {**STRING, "x-sensitive": True}} if mark and not level else {}
+        either = {"anyOf": [*variants, one({"type": "array", "items": inner})]}
+        either["anyOf"][0]["properties"] |= token
+        inner = either
+    return one({"type": "array", "items": inner})
+
+
+def test_one_mark_costs_little_more_to_list_than_none() -> None:
+    plain, marked = (work(lambda mark=mark: listed(blocks(8, 25, mark))) for mark in (False, True))
+    assert marked < 2 * plain
+
+
+def test_unions_inside_each_other_cost_what_they_are_long() -> None:
+    """Each level is written out twice, so that two more levels are four times as much."""
+
+    def union(depth: int) -> dict[str, Any]:
+        schema: dict[str, Any] = {**STRING, "x-sensitive": True}
+        for _ in range(depth):
+            schema = {"anyOf": [one(schema), one(schema)]}
+        return one(schema)
+
+    short, long = (work(lambda depth=depth: listed(union(depth))) for depth in (4, 6))
+    assert long < 6 * short
+
+
+def test_files_are_found_in_many_variants_as_fast_as_these_are_many() -> None:
+    picture = {**STRING, "contentEncoding": "base64", "contentMediaType": "image/png"}
+
+    def variants(count: int) -> dict[str, Any]:
+        return {"anyOf": [one(picture, required=[f"a{number}"]) for number in range(count)]}
+
+    few, many = (work(lambda count=count: listed(variants(count))) for count in (50, 500))
+    assert many < 20 * few
+
+
+@pytest.mark.parametrize("side", ["input_schema", "output_schema"])
+def test_a_long_text_that_is_referred_to_from_everywhere_is_not_written_out_everywhere(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """42 KB of schema made 644 MB of tool list."""
+    pages = {"type": "object", "properties": {f"p{n}": {"$ref": "#/$defs/Long"} for n in range(500)}}
+    book = {"type": "object", "properties": {f"q{n}": {"$ref": "#/$defs/Pages"} for n in range(40)}}
+    definitions = {"Long": {**STRING, "description": "x" * 20_000}, "Pages": pages}
+    tools = listed({**book, "$defs": definitions}, side)
+    assert len(json.dumps(tools)) < 1_000_000
+    assert "a.module" in warned(caplog)
+
+
+CUBE = """
+from typing import Annotated
+from pydantic import BaseModel, Field
+
+class Cube(BaseModel):
+    cells: Annotated[list[Annotated[list[Annotated[list[str], Field(min_length=200)]], Field(min_length=200)]],
+                     Field(min_length=200)]
+
+class Volume(BaseModel):
+    volume: int
+
+class Measure:
+    input_schema, output_schema, description = Cube, Volume, "Measure a cube."
+
+    def execute(self, inputs, context):
+        return {"volume": 1}
+"""
+
+
+@pytest.mark.timeout(30)
+def test_an_example_is_made_up_only_as_long_as_it_helps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "measure.py").write_text(CUBE)
+    assert main(["--extensions-dir", str(tmp_path), "--export", "markdown"]) == 0
+    document = capfd.readouterr().out
+    assert "None can be made up from the schema." in document
+    assert len(document) < 20_000
