@@ -2191,14 +2191,17 @@ class _Call:
                     self.move("runs")
 
 
-# For what modules call without its context, also in tasks, timers and threads that outlive the call.
-_CURRENT = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)
+# For what modules call without its context. Weak, as timers and tasks that outlive a call keep a copy of its context.
+_CURRENT = contextvars.ContextVar[weakref.ref[_Call] | None](_CALL_KEY, default=None)
 
 
 def _call_of(context: Context[Any]) -> _Call | None:
     """The tool call that a module runs for, also where it was called by another without its context."""
     call = context.data.get(_CALL_KEY)
-    return call if isinstance(call, _Call) else _CURRENT.get()
+    if isinstance(call, _Call):
+        return call
+    reference = _CURRENT.get()
+    return None if reference is None else reference()
 
 
 class _Execution(BuiltinExecute):
@@ -2515,9 +2518,7 @@ class _ExecutionRouter:
                 call.cancel()
                 raise
         if call.state == "ended":
-            result = call.task.result()
-            del call.task  # or the result stays as long as the call
-            return result
+            return call.task.result()
         if len(self.parked) == _PARKED_MAX:
             call.cancel()
             raise _protocol_error(-32000, "Too many calls wait for their users' answers")
@@ -2547,7 +2548,7 @@ class _ExecutionRouter:
             identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
         )
         self.running.add(call)
-        _CURRENT.set(call)
+        _CURRENT.set(weakref.ref(call))
         try:
             result = _success(tool, await self._call_module(call, context), formatter, call.label)
             # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
@@ -2558,22 +2559,19 @@ class _ExecutionRouter:
             if call.task.cancelling():
                 call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError | SchemaValidationError):
-                self._count_refusal(error, context, tool)
-            involved = call.involved.values()
-            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
-            result = mapper.to_result(error)
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
                 required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
-            return result
+            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError):
+                self._count_refusal(error, context, tool)
+            involved = call.involved.values()
+            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
+            return mapper.to_result(error)
         finally:
             if call.answer is not None:
                 call.answer.cancel()
             call.move("ended")
-            call.arguments = {}  # what the module left running keeps its call
-            call.session = None
             self.running.discard(call)
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)

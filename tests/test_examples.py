@@ -1,4 +1,4 @@
-"""What the README shows works: the example modules, the scripts, and the Python blocks."""
+"""What the README and the recipes show works: the example modules, the scripts, the Python blocks, the commands."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     """The command is the one of the example; that each worker answers is all that is asked of its speed."""
     (tmp_path / "with_pid.py").write_text(WITH_PID)
     (line,) = re.findall(r"^    (granian(?:.+\\\n)+.+)", (ROOT / "examples" / "several_cores.py").read_text(), re.M)
-    assert " ".join(line.replace("\\\n", "").split()) in " ".join(README.replace("\\\n", "").split())
     _, *options, _ = line.replace("\\\n", "").replace("--workers 4", "--workers 2").split()
     port, log = free_port(), tmp_path / "log"
     granian = [sys.executable, "-m", "granian", *options, "--respawn-interval", "0.1", "--port", str(port)]
@@ -164,9 +163,10 @@ def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(tmp_path
     assert (health, called) == ("health: 200", "{'owner': 'ann'}")
 
 
-# ---- README.md ----
+# ---- README.md, examples/operation.md ----
 
 README = (ROOT / "README.md").read_text()
+RECIPES = (ROOT / "examples" / "operation.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -193,13 +193,47 @@ async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_ther
     assert json.dumps(result.structured_content) in README
 
 
-def test_the_classes_that_the_readme_shows_stand_in_the_examples() -> None:
-    for name, example in (("BearerTokens", "bearer_token.py"), ("Protected", "oauth.py")):
-        shown = re.search(rf"^class {name}\b.+?(?=^\S|\Z)", "\n".join(blocks("python")), re.DOTALL | re.MULTILINE)
-        assert shown is not None
-        typed = (ROOT / "examples" / example).read_text()
-        untyped = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", typed, flags=re.MULTILINE)
-        assert [line for line in shown[0].splitlines() if line not in untyped.splitlines()] == []
+def test_the_class_that_the_readme_shows_stands_in_the_example() -> None:
+    shown = re.search(r"^class BearerTokens\b.+?(?=^\S|\Z)", block_with("class BearerTokens"), re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    typed = (ROOT / "examples" / "bearer_token.py").read_text()
+    untyped = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", typed, flags=re.MULTILINE)
+    assert [line for line in shown[0].splitlines() if line not in untyped.splitlines()] == []
+
+
+def headings(path: Path) -> set[str]:
+    """What a link to a heading of a page names: `an-upgrade` for "An upgrade"."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.+?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", README)
+    assert len(links) > 10
+    for file, heading in links:
+        target = ROOT / (file or "README.md")
+        assert target.is_file(), file
+        assert not heading or heading in headings(target), heading
+
+
+def test_every_recipe_is_named_in_the_readme() -> None:
+    for heading in re.findall(r"^## (.+)$", RECIPES, re.MULTILINE):
+        assert f"[{heading}](examples/operation.md#" in README
+
+
+def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
+    """Each is asked where its clients find it, which takes all its flags."""
+    (unit,) = re.findall(r"^ExecStart=\S+ (.+\\\n.+)$", RECIPES, re.MULTILINE)
+    (container,) = re.findall(r"^CMD (\[.+\\\n.+\])$", RECIPES, re.MULTILINE)
+    for words in (
+        unit.replace("\\\n", "").replace("%i", "8001").split(),
+        json.loads(container.replace("\\\n", ""))[1:],
+    ):
+        arguments = [str(EXTENSIONS) if word.startswith("/") else word for word in words]
+        started = [sys.executable, *arguments, "--export", "client"]
+        told = subprocess.run(started, capture_output=True, text=True, env=ENVIRONMENT, check=True, timeout=50).stdout
+        port = 8001 if "8001" in arguments else 8000
+        assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
 
 
 def test_each_snippet_of_the_readme_carries_its_imports() -> None:

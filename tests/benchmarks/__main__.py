@@ -334,7 +334,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny counts: whether it runs")
     parser.add_argument("--rounds", type=int, help="how often each pair is measured")
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
-    parser.add_argument("--markdown", action="store_true", help="a table for the README")
+    parser.add_argument("--markdown", action="store_true", help="a table in Markdown")
     parser.add_argument("--against", type=Path, metavar="DIR", help="measure beside another copy of this project")
     parser.add_argument("--existing", action="store_true", help="also beside the package index's apcore-mcp")
     arguments = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python -m tests.interop               install what is missing, run everything, print the tables
     python -m tests.interop --only ai     clients, agents and packages by a regular expression (or "conformance")
-    python -m tests.interop --markdown    the tables of the README
+    python -m tests.interop --markdown    the tables in Markdown
     python -m tests.interop --scenarios   each scenario of the conformance suite, with what it did not like
 
 Everything is installed below ~/.cache/apcore-mcp-interop (or $XDG_CACHE_HOME): Python clients in an environment each,
@@ -170,7 +170,7 @@ def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.interop", description="This package's server under other clients.")
     parser.add_argument("--only", default="", metavar="REGEX", help="clients, packages or the suite, by name")
-    parser.add_argument("--markdown", action="store_true", help="tables for the README")
+    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
     parser.add_argument("--scenarios", action="store_true", help="a line for each scenario of the conformance suite")
     arguments = parser.parse_args()
     logging.disable()  # what a client here says of what it was sent is in the table
