@@ -332,7 +332,7 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Cal
     page.get_by_role("link", name="a.b").click()
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
-    expect(page.get_by_text("Is the server still running?")).to_be_visible()
+    expect(page.get_by_text("The tools cannot be loaded. The server cannot be reached")).to_be_visible()
 
 
 def many_modules() -> dict[str, Any]:
@@ -953,6 +953,138 @@ def test_a_result_of_several_lines_is_shown_in_lines(new_page: Callable[..., Pag
         expect(result).to_contain_text('short: "say \\"x\\""')
         assert "one\ntwo\n\tthree" in result.inner_text()
         assert "\\n" not in result.inner_text()
+
+
+def test_what_the_form_does_not_know_is_shown_as_well(new_page: Callable[..., Page]) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    with one_tool(new_page, {"type": "object", "properties": {"n": {"type": "integer"}, "in": inner}}) as page:
+        form = page.get_by_role("form", name="Arguments")
+        expect(form.get_by_label("Name")).to_have_count(0)
+        write_json(page, '{"n": 1, "other": [2], "in": {"a": "x", "b": 3}}')
+        expect(form.get_by_role("textbox", name="other")).to_have_value("[\n  2\n]")
+        expect(form.get_by_label("b any")).to_have_value("3")
+        form.get_by_label("b any").fill("4")
+        form.get_by_role("button", name="Remove other").click()
+        assert json.loads(sent(page)) == {"n": 1, "in": {"a": "x", "b": 4}}
+
+
+def test_choices_that_read_alike_are_told_apart(new_page: Callable[..., Page]) -> None:
+    choices = [1, "1", True, "true", "", {"a": 1}]
+    properties = {
+        "mixed": {"enum": choices},
+        "size": {"type": ["string", "integer"], "title": "Size", "description": "How large", "default": 3},
+        "none": {"anyOf": [{"type": "null"}]},
+    }
+    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
+        options = page.get_by_label(re.compile("^mixed")).locator("option").all_inner_texts()
+        assert options[1:] == ["1", '"1"', "true", '"true"', '""', '{"a":1}']
+        assert page.get_by_label("Kind of size").locator("option").all_inner_texts() == ["string", "integer"]
+        expect(page.get_by_text("How large", exact=True)).to_have_count(1)
+        page.get_by_label("Kind of size").select_option("string")
+        assert arguments(page) == {}, "a default belongs to the whole, not to each kind"
+        write_json(page, '{"size": 4, "none": null}')
+        expect(page.get_by_label("none")).to_be_visible()
+        for choice in choices:
+            page.get_by_label(re.compile("^mixed")).select_option(json.dumps(choice, separators=(",", ":")))
+            assert json.loads(sent(page)) == {"mixed": choice, "size": 4, "none": None}
+
+
+def test_what_is_left_out_is_shown_as_left_out(new_page: Callable[..., Page]) -> None:
+    branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
+    union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
+    schema = {"type": "object", "properties": {"pick": union, "list": {"type": "array", "items": {}}}}
+    with one_tool(new_page, {**schema, "required": ["pick", "list"]}) as page:
+        assert arguments(page) == {"pick": {"n": 7}, "list": []}
+        write_json(page, "{}")
+        expect(page.get_by_label("n integer")).to_have_value("")
+        expect(page.get_by_text("Until this is edited it is left out").locator("visible=true")).to_have_count(2)
+        assert json.loads(sent(page)) == {}
+        page.get_by_label("n integer").fill("1")
+        assert json.loads(sent(page)) == {"pick": {"n": 1}}
+
+
+def test_an_error_stands_at_its_field_however_that_is_called(new_page: Callable[..., Page]) -> None:
+    group = {"type": "object", "description": "Where to", "properties": {"c.d": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a.b": {**group, "required": ["c.d"]}}, "required": ["a.b"]}
+    with one_tool(new_page, schema) as page:
+        expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
+        expect(run(page)).to_contain_text("Input validation failed:")
+        expect(page.get_by_label("c.d")).to_have_attribute("aria-invalid", "true")
+        expect(page.get_by_label("c.d")).to_be_focused()
+
+
+def test_a_secret_of_any_type_is_not_shown(new_page: Callable[..., Page]) -> None:
+    pin = {"type": "integer", "x-sensitive": True}
+    properties = {"pin": pin, "any": {"x-sensitive": True}, "pins": {"type": "array", "items": pin}}
+    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
+        page.get_by_role("button", name="Add to pins").click()
+        for label in ("pin integer", "any any", "pins 1 integer"):
+            control = page.get_by_label(label, exact=False).first
+            assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
+
+
+def test_a_question_goes_with_the_tool_that_it_is_about(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.look")
+    page.get_by_role("link", name="shop.remove").click()
+    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
+    page.get_by_role("button", name="Run", exact=True).click()
+    question = page.get_by_role("dialog")
+    expect(question).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
+    expect(question).to_be_hidden()
+    page.go_forward()
+    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
+    page.get_by_role("button", name="Run", exact=True).click()
+    expect(question).to_be_visible()
+
+
+def test_closed_groups_are_reached_by_arrows(new_page: Callable[..., Page]) -> None:
+    with serving(registry_of(many_modules()), explorer=True) as url:
+        page = new_page()
+        page.goto(f"{url}/explorer/")
+        groups = page.locator("#list summary")
+        expect(groups).to_have_count(8)
+        page.get_by_label("Search tools").press("ArrowDown")
+        expect(groups.nth(0)).to_be_focused()
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        expect(groups.nth(1)).to_be_focused()
+        page.keyboard.press("ArrowDown")
+        expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
+        page.keyboard.press("ArrowUp")
+        expect(groups.nth(0)).to_be_focused()
+        page.keyboard.press("ArrowUp")
+        expect(page.get_by_label("Search tools")).to_be_focused()
+
+
+def test_what_another_server_in_between_answers_is_told(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(), url, "shop.look")
+    page.route(f"{url}/explorer/**", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
+    expect(run(page)).to_contain_text("a token, please")
+    page.get_by_role("button", name="Refresh").click()
+    expect(page.get_by_role("navigation").get_by_role("status")).to_contain_text("a token, please")
+    page.evaluate("location.hash = 'shop.order'")
+    expect(page.get_by_role("alert")).to_contain_text("a token, please")
+
+
+def test_a_phone_keeps_the_name_of_the_page(new_page: Callable[..., Page], url: str) -> None:
+    page = opened(new_page(viewport=PHONE), url, "shop.order")
+    expect(page.get_by_role("heading", level=1, name="Tool Explorer")).to_be_visible()
+    expect(page.get_by_role("navigation")).to_be_hidden()
+
+
+def test_every_example_can_be_chosen_by_keyboard(new_page: Callable[..., Page]) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    examples = [ModuleExample(title=f"Number {n}", inputs={"n": n}) for n in (1, 2)]
+    with one_tool(new_page, schema, examples=examples) as page:
+        chosen = page.get_by_label("Fill in an example")
+        chosen.press("ArrowDown")
+        chosen.press("ArrowDown")
+        assert arguments(page) == {"n": 2}
+        expect(chosen.locator("option:checked")).to_have_text("Number 2")
+        page.get_by_label("n integer").fill("3")
+        expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
 
 
 # ---- Every screen and hand ----
