@@ -16,7 +16,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .core import _EXPORTS, _export, _Folder, _Options, _options_of, _set_log_level, _standard_streams, serve
+from .core import (
+    _EXPORTS,
+    _export,
+    _files_of,
+    _folder,
+    _Options,
+    _options_of,
+    _set_log_level,
+    _standard_streams,
+    serve,
+)
 
 _SWITCHES: dict[bool, Any] = {False: "store_true", True: argparse.BooleanOptionalAction}
 _AT_A_TERMINAL = (
@@ -66,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         directory = options.pop("extensions_dir")
         export = options.pop("export", None)
-        registry = _Folder(directory)
+        registry = _folder(directory)
         # In the words of SRS FR-CLI-004 and -005.
         if not 1 <= options["port"] <= 65535:
             raise ValueError("port must be between 1 and 65535")
@@ -80,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         owns_stdout = export or checked.transport == "stdio"
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
             if export != "client":
-                registry.files.update()
+                _files_of(registry).update()
             if not export:
                 serve(registry, **options)
                 return 0

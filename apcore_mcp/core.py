@@ -250,10 +250,11 @@ class _Options:
             raise ValueError("Tag values must not be empty")
         if not all(self.exclude or ()):
             raise ValueError("exclude must not hold an empty prefix, which would leave out everything")
-        if self.transport != "stdio" and not self.host:
-            raise ValueError("Host must not be empty")
-        if self.transport != "stdio" and not 1 <= self.port <= 65535:
-            raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
+        if self.transport != "stdio":
+            if not self.host:
+                raise ValueError("Host must not be empty")
+            if not 1 <= self.port <= 65535:
+                raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
         prefix = self.explorer_prefix.rstrip("/")
         if not _EXPLORER_PREFIX.fullmatch(prefix):
             plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
@@ -277,10 +278,8 @@ class _Options:
             _validators()[field.name].validate_python(value)
         except ValidationError:
             raise TypeError(f"{field.name} must be {field.type}, got {value!r:.80}") from None
-        if isinstance(value, type) and field.name in (
-            "approval",
-            "metrics_collector",
-        ):  # a class looks like its objects
+        # A class looks like its objects.
+        if isinstance(value, type) and field.name in ("approval", "metrics_collector"):
             raise TypeError(f"{field.name} must be an object, got {value!r:.80}")
         if isinstance(value, str) and (choices := field.metadata.get("choices")):
             chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
@@ -333,7 +332,6 @@ _WITHOUT_EFFECT = frozenset(
     " async_max_tasks".split()
 )
 _ONLY_OFF = frozenset("approval_handler authenticator strategy trace observability output_format".split())
-_INSTEAD = {"approval_handler": "it is approval, given twice", "authenticator": "authentication goes into middleware="}
 
 
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
@@ -346,7 +344,7 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     try:
         inspect.signature(_Options).bind(*given, **taken)
     except TypeError as error:
-        hint = "".join(f" ({hint})" for word, hint in _INSTEAD.items() if word in taken)
+        hint = " (authentication goes into middleware=)" if "authenticator" in taken else ""
         raise TypeError(f"{door} {error}{hint}") from None
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
@@ -1467,46 +1465,53 @@ class _Files:
     """The files below a registry's extensions directories, and what each of them has registered.
 
     `update()` loads what is new, loads again what has changed and unregisters what has gone, each at the cost of that
-    file alone. A file that cannot be loaded changes nothing; it is left out with a WARNING, and so is a link. What
-    apcore's own scan passes over is neither loaded nor looked at. Any thread; one update at a time.
+    file alone. A file that cannot be loaded changes nothing; it is left out with a WARNING, and so is a link. What the
+    registry refuses is tried again at the next change, as an id may be free by then. What apcore's own scan passes over
+    is neither loaded nor looked at. Any thread; one update at a time.
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = cast(Any, registry)  # only private names tell where it looks for files, and how
+        # Only private names tell where it looks for files, and how.
+        self._registry = cast(Any, weakref.proxy(registry))
         self._lock = threading.Lock()
-        self._made: dict[str, list[_Registration]] = {}
+        self._made: dict[str, dict[str, Any]] = {}  # modules by file and id
+        self._refused: set[str] = set()  # files of which the registry would not take everything
         # Size and time of each file. What the registry's own `discover()` has loaded stays until its file changes.
         self._seen = self._look() if registry.list() else {}
-        for path in self._seen:
+        for path in itertools.filterfalse(os.path.islink, self._seen):
             module_id = self._registry._canonical_id_for_path(path)
             module = self._registry.get(module_id)
             if type(module).__module__.startswith("apcore_ext"):
-                told = self._registry.get_module_metadata(module_id)
-                self._made[path] = [(module_id, module, str(told["version"]), told)]
+                self._made[path] = {module_id: module}
 
-    def update(self) -> Collection[str]:
-        """Take in what has changed since the last time: at first, everything. The ids of what had to go for it."""
+    def update(self) -> None:
+        """Take in what has changed since the last time: at first, everything."""
         with self._lock:
             before = self._seen
             self._seen = self._look()
-            changed = sorted({re.sub(r"_meta\.yaml$", ".py", path) for path, _ in before.items() ^ self._seen.items()})
-            for path in changed:
+            changed = {re.sub(r"_meta\.yaml$", ".py", path) for path, _ in before.items() ^ self._seen.items()}
+            if not changed:
+                return
+            changed |= self._refused
+            self._refused = set()
+            for path in itertools.filterfalse(os.path.islink, changed):
                 _forget(self._place(path))
             defined: dict[str, list[_Registration]] = {}
-            for path in changed:
+            for path in sorted(changed):
                 with _left_out(path):
                     defined[path] = self._define(path) if path in self._seen else []
             # All that goes before any that comes: an id may have moved from one file to another.
-            gone = {made[0]: made for path in defined for made in self._made.pop(path, ())}
-            for module_id, module, *_ in gone.values():
-                with _left_out(f"Module {module_id}"):
-                    if self._registry.get(module_id) is module:  # or somebody has put another one in its place
-                        self._registry.unregister(module_id)
+            for path in defined:
+                for module_id, module in self._made.pop(path, {}).items():
+                    with _left_out(f"Module {module_id}"):
+                        if self._registry.get(module_id) is module:  # or somebody has put another one in its place
+                            self._registry.unregister(module_id)
             for path, modules in defined.items():
                 for made in modules:
-                    if not self._register(path, made) and made[0] in gone:
-                        self._register(path, gone[made[0]])
-            return gone.keys()
+                    with _left_out(path):
+                        self._register(path, made)
+                if len(self._made.get(path, ())) < len(modules):
+                    self._refused.add(path)
 
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that may define modules, or say what they are."""
@@ -1523,12 +1528,15 @@ class _Files:
                 folders[:] = filter(is_taken, folders)
                 if folder.count(os.sep) - top.count(os.sep) + 1 >= max_depth:
                     folders.clear()
+                paths = [os.path.join(folder, name) for name in folders]
+                paths = [path for path in paths if os.path.islink(path)]  # to be told of
                 for name in filter(is_taken, names):
                     if name.endswith((".py", "_meta.yaml", ".binding.yaml")):
-                        path = os.path.join(folder, name)
-                        with contextlib.suppress(OSError):  # gone meanwhile
-                            found = os.lstat(path)
-                            seen[path] = (found.st_size, found.st_mtime_ns)
+                        paths.append(os.path.join(folder, name))
+                for path in paths:
+                    with contextlib.suppress(OSError):  # gone meanwhile
+                        found = os.lstat(path)
+                        seen[path] = (found.st_size, found.st_mtime_ns)
         return seen
 
     def _place(self, path: str) -> str:
@@ -1565,14 +1573,11 @@ class _Files:
             made.append((place.removeprefix("apcore_ext."), module(), str(version), metadata))
         return made
 
-    def _register(self, path: str, made: _Registration) -> bool:
-        with _left_out(path):
-            if self._registry.has(made[0]):
-                raise ValueError(f"Module ID '{made[0]}' is already registered")
-            self._registry.register(*made)
-            self._made.setdefault(path, []).append(made)
-            return True
-        return False
+    def _register(self, path: str, made: _Registration) -> None:
+        if self._registry.has(made[0]):
+            raise ValueError(f"Module ID '{made[0]}' is already registered")
+        self._registry.register(*made)
+        self._made.setdefault(path, {})[made[0]] = made[1]
 
 
 def _run_file(path: str, place: str) -> dict[str, Any]:
@@ -1584,6 +1589,7 @@ def _run_file(path: str, place: str) -> dict[str, Any]:
     module = ModuleType(place)
     module.__file__ = path
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
+    sys.modules.setdefault("apcore_ext", module)  # pickle imports what stands before the first dot, too
     exec(loader.source_to_code(loader.get_data(path), path), vars(module))
     return dict(vars(module))
 
@@ -1597,29 +1603,35 @@ def _forget(place: str) -> None:
 
 
 def _bindings(path: str) -> list[_Registration]:
-    """What a `*.binding.yaml` file binds; where an entry is at fault, what stands before it."""
-    sys.path.append(os.path.dirname(path))  # so that it can name a function in a file beside it
+    """What a `*.binding.yaml` file binds, also of files beside it."""
+    folder = os.path.dirname(path)
+    if folder not in sys.path:
+        sys.path.append(folder)
     bound = Registry()
-    try:
-        BindingLoader().load_bindings(path, bound)
-    except Exception:
-        if not bound.count:
-            raise
-        with _left_out(path):
-            raise
+    BindingLoader().load_bindings(path, bound)
+    for _, module in bound.iter(include_hidden=True):
+        name = getattr(module._func, "__module__", "")
+        beside = os.path.join(folder, f"{name}.py")
+        if os.path.exists(beside) and sys.modules[name].__file__ != beside:
+            raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
     return [*bound.iter(include_hidden=True)]
 
 
-class _Folder(Registry):
-    """A Registry of the files below one directory, loaded by `files.update()`."""
+_FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
 
-    def __init__(self, extensions_dir: str) -> None:
-        if not os.path.exists(extensions_dir):
-            raise ValueError(f"extensions directory does not exist: {extensions_dir}")
-        if not os.path.isdir(extensions_dir):
-            raise ValueError(f"extensions path is not a directory: {extensions_dir}")
-        super().__init__(extensions_dir=os.path.abspath(extensions_dir))
-        self.files = _Files(self)
+
+def _files_of(registry: Registry) -> _Files:
+    """One for each registry, whoever follows it: else two would load each file, and know of none of the other's."""
+    return _FILES.setdefault(registry, _Files(registry))
+
+
+def _folder(extensions_dir: str) -> Registry:
+    """A Registry of the files below one directory, none of them loaded."""
+    if not os.path.exists(extensions_dir):
+        raise ValueError(f"extensions directory does not exist: {extensions_dir}")
+    if not os.path.isdir(extensions_dir):
+        raise ValueError(f"extensions path is not a directory: {extensions_dir}")
+    return Registry(extensions_dir=os.path.abspath(extensions_dir))
 
 
 def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
@@ -1632,8 +1644,8 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
     `node_modules` and links are passed over. Source: design, "Discovery".
     Raises ValueError where there is no such directory.
     """
-    registry = _Folder(os.fspath(extensions_dir))
-    registry.files.update()
+    registry = _folder(os.fspath(extensions_dir))
+    _files_of(registry).update()
     return registry
 
 
@@ -1680,7 +1692,7 @@ class _ToolCatalog:
         """Take in every change from now on; `on_change` is called on the thread of each."""
         self._on_change = on_change
         if self._options.dynamic:
-            files = self._registry.files if isinstance(self._registry, _Folder) else _Files(self._registry)
+            files = _files_of(self._registry)
             threading.Thread(target=self._follow_files, args=[files], name="apcore-mcp-files", daemon=True).start()
         for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
@@ -1755,9 +1767,7 @@ class _ToolCatalog:
 
     def _follow_files(self, files: _Files) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            for module_id in files.update():
-                # Beside the registry's own event, which a module keeps back by raising SystemExit on its way out.
-                self._note_change(module_id)
+            files.update()
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apcore import Registry
+from apcore import Executor, Registry
 from conftest import HANDSHAKE, ROOT, RawClient, command, free_port
 from mcp.client import Client
 
@@ -451,10 +451,14 @@ def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_a_link_is_t
         (extensions / place / "say.py").write_text(MODULE.format(tag="x"))
     (extensions / "linked.py").symlink_to(extensions / "voice" / "say.py")
     (extensions / "linked.binding.yaml").symlink_to(extensions / "kept" / "os.binding.yaml")
+    (extensions / "linked_folder").symlink_to(extensions / "kept")
+    (extensions / "_linked").symlink_to(extensions / "kept")
     ended = run("--extensions-dir", str(extensions), "--export", "openai")
     assert sorted(exported_names(ended.stdout)) == ["hand-write", "kept-say", "m-n4", "voice-say", "voice-shout"]
     warnings = [line.split(": ")[1] for line in ended.stderr.splitlines()]
-    assert warnings == [f"{extensions}/{name} is left out" for name in ("linked.binding.yaml", "linked.py")]
+    assert warnings == [
+        f"{extensions}/{name} is left out" for name in ("linked.binding.yaml", "linked.py", "linked_folder")
+    ]
 
 
 SHAPES = """
@@ -487,6 +491,29 @@ def test_what_is_annotated_may_be_defined_later_in_the_file(extensions: Path) ->
         client.initialize()
         result = client.request("tools/call", {"name": "s.hape", "arguments": {"x": 1}})["result"]
     assert result["structuredContent"] == {"x": 1, "y": None}
+
+
+def test_what_a_file_defines_can_be_pickled(extensions: Path) -> None:
+    """So a module can give work to other processes."""
+    text = "from apcore.decorator import module\nclass Job: pass\n@module(id='a.job')\ndef job() -> str:\n"
+    (extensions / "job.py").write_text(text + "    import pickle\n    return str(len(pickle.dumps(Job())))\n")
+    assert int(Executor(apcore_mcp.discover(extensions)).call("a.job", {})["result"]) > 0
+
+
+def test_a_binding_never_gets_the_function_of_another_folders_file(
+    extensions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python imports one file of a name."""
+    bound = "spec_version: '1.0'\nbindings:\n- {{module_id: m.{0}, target: '_one_name:say'}}\n"
+    for name in ("first", "second"):
+        (extensions / name).mkdir()
+        (extensions / name / "say.binding.yaml").write_text(bound.format(name))
+        (extensions / name / "_one_name.py").write_text(f"def say() -> str: return '{name}'\n")
+    registry = apcore_mcp.discover(extensions)
+    assert Executor(registry).call("m.first", {}) == {"result": "first"}
+    assert not registry.has("m.second")
+    [warning] = [record.getMessage() for record in caplog.records if "say.binding.yaml is left out" in record.message]
+    assert f"{extensions / 'second' / '_one_name.py'}" in warning
 
 
 def test_folders_are_looked_into_as_deeply_as_apcore_does(extensions: Path) -> None:

@@ -577,7 +577,7 @@ async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following
         write(extensions / "stays" / "stuck.py", "newer", ENDS.format(hook="__init__"))
         write(extensions / "zz.py", "once more")
         shown = await wait_until_shown(following, {"zz": "once more"}, only=False)
-        assert shown == {**kept, "stays.stuck": "new", "zz": "once more"}
+        assert shown == {**by_hand, "stays.stuck": "new", "zz": "once more"}
         write(extensions / "stays" / "kept.py", "mended")
         await wait_until_shown(following, {**kept, "stays.kept": "mended", "stays.stuck": "new", "zz": "once more"})
 
@@ -655,6 +655,72 @@ async def test_what_changes_in_a_virtual_environment_is_told_by_nobody(
         await wait_until_shown(following, {"is.seen": "yes"})
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == ["No modules registered; server starting with zero tools"]
+
+
+async def test_a_server_that_starts_again_takes_in_what_changed_meanwhile(tmp_path: Path) -> None:
+    """Functions and classes alike, also where apcore's own `discover()` has loaded the first of them."""
+    write(tmp_path / "hot.py", "old")
+    registry = registry_of_files(tmp_path)
+    function = tmp_path / "function.py"
+    function.write_text(FUNCTION_FILE.format(id="a.function", words="old"))
+    os.utime(function, ns=(0, 0))
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        function.write_text(FUNCTION_FILE.format(id="a.function", words="new"))
+        await wait_until_shown(following, {"hot": "old", "a.function": "new"})
+    write(tmp_path / "hot.py", "meanwhile")
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        await wait_until_shown(following, {"hot": "meanwhile", "a.function": "new"})
+        function.write_text(FUNCTION_FILE.format(id="a.function", words="newest"))
+        await wait_until_shown(following, {"hot": "meanwhile", "a.function": "newest"})
+        function.unlink()
+        await wait_until_shown(following, {"hot": "meanwhile"})
+
+
+async def test_servers_that_share_a_registry_run_each_file_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = f"\nwith open({str(tmp_path / 'runs')!r}, 'a') as file: file.write('once ')\n"
+    write(tmp_path / "hot.py", "old")
+    registry = registry_of_files(tmp_path)
+    with serving(registry, dynamic=True):
+        async with followed(registry, HANDSHAKE, dynamic=True) as following:
+            (tmp_path / "function.py").write_text(FUNCTION_FILE.format(id="a.function", words="yes") + runs)
+            await wait_until_shown(following, {"hot": "old", "a.function": "yes"})
+            write(tmp_path / "hot.py", "new")
+            await wait_until_shown(following, {"hot": "new", "a.function": "yes"})
+            write(tmp_path / "last.py", "last")
+            await wait_until_shown(following, {"hot": "new", "a.function": "yes", "last": "last"})
+    assert (tmp_path / "runs").read_text() == "once "
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_link_has_made_nothing_and_may_lead_nowhere(tmp_path: Path) -> None:
+    """Neither where apcore's own `discover()` has loaded what it leads to, nor where it leads to itself."""
+    write(tmp_path / "hot.py", "old")
+    registry = registry_of_files(tmp_path)
+    link, loop = tmp_path / "link.py", tmp_path / "loop.py"
+    link.symlink_to("hot.py")
+    loop.symlink_to("loop.py")
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        link.unlink()
+        loop.unlink()
+        loop.symlink_to("./loop.py")
+        write(tmp_path / "last.py", "last")
+        await wait_until_shown(following, {"hot": "old", "last": "last"})
+    loop.unlink()
+    loop.symlink_to("loop.py")
+    assert discover(tmp_path).list() == ["hot", "last"]
+
+
+async def test_an_id_goes_over_to_the_file_that_had_to_wait_for_it(tmp_path: Path) -> None:
+    """As when a file is copied, looked at, and only then deleted."""
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text(FUNCTION_FILE.format(id="in.both", words="first"))
+    second.write_text(FUNCTION_FILE.format(id="in.both", words="second"))
+    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
+        await wait_until_shown(following, {"in.both": "first"})
+        first.unlink()
+        await wait_until_shown(following, {"in.both": "second"})
 
 
 # ---- Progress ----
