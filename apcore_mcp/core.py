@@ -2901,7 +2901,7 @@ class _Explorer:
 # ---- HTTP: the Starlette app and the guard before it ----
 
 # A Host header in lower case: a name, or this machine's own or an address (of "a@b", b would be the host).
-_HOST = re.compile(r"((localhost|[\d.]+|\[[\w:.%]+\])|[\w.-]*)(:\d+)?", re.ASCII)
+_HOST = re.compile(r"((localhost|\d+(?:\.\d+){3}|\[[\w:.%]+\])|[\w.-]*)(:\d+)?", re.ASCII)
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
 
 
