@@ -1507,10 +1507,12 @@ class _Files:
                         if self._registry.get(module_id) is module:  # or somebody has put another one in its place
                             self._registry.unregister(module_id)
             for path, modules in defined.items():
+                taken = self._made.setdefault(path, {})
                 for made in modules:
                     with _left_out(path):
-                        self._register(path, made)
-                if len(self._made.get(path, ())) < len(modules):
+                        self._register(made)
+                        taken[made[0]] = made[1]
+                if len(taken) < len(modules):
                     self._refused.add(path)
 
     def _look(self) -> dict[str, tuple[int, int]]:
@@ -1573,11 +1575,10 @@ class _Files:
             made.append((place.removeprefix("apcore_ext."), module(), str(version), metadata))
         return made
 
-    def _register(self, path: str, made: _Registration) -> None:
-        if self._registry.has(made[0]):
+    def _register(self, made: _Registration) -> None:
+        if self._registry.has(made[0]):  # of classes, it would take another version
             raise ValueError(f"Module ID '{made[0]}' is already registered")
         self._registry.register(*made)
-        self._made.setdefault(path, {})[made[0]] = made[1]
 
 
 def _run_file(path: str, place: str) -> dict[str, Any]:
@@ -1589,7 +1590,7 @@ def _run_file(path: str, place: str) -> dict[str, Any]:
     module = ModuleType(place)
     module.__file__ = path
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
-    sys.modules.setdefault("apcore_ext", module)  # pickle imports what stands before the first dot, too
+    sys.modules.setdefault("apcore_ext", ModuleType("apcore_ext"))  # pickle imports it, too
     exec(loader.source_to_code(loader.get_data(path), path), vars(module))
     return dict(vars(module))
 
@@ -1682,7 +1683,9 @@ class _ToolCatalog:
     """
 
     def __init__(self, options: _Options) -> None:
-        self._registry, self._options, self._lock = options.registry, options, threading.Lock()
+        self._registry = options.registry
+        self._options = options
+        self._lock = threading.Lock()
         self._tools: dict[str, _Tool] = {}  # by module id, sorted
         self._by_name: dict[str, _Tool] = {}  # by every name that a client may say
         self._changed = deque(self._registry.list())
