@@ -989,6 +989,36 @@ def test_choices_that_read_alike_are_told_apart(new_page: Callable[..., Page]) -
             assert json.loads(sent(page)) == {"mixed": choice, "size": 4, "none": None}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({"properties": {"x": {"type": "integer"}}, "oneOf": [CASH, CARD]}, id="beside"),
+        pytest.param({"allOf": [{"properties": {"x": {"type": "integer"}}}, {"anyOf": [CASH, CARD]}]}, id="all-of"),
+    ],
+)
+def test_what_all_kinds_have_stands_in_each(new_page: Callable[..., Page], schema: dict[str, Any]) -> None:
+    with one_tool(new_page, {"type": "object", **schema}) as page:
+        page.get_by_label("Kind of arguments").select_option("Card")
+        page.get_by_label("x integer").fill("1")
+        page.get_by_label("number string").fill("4")
+        assert json.loads(sent(page)) == {"x": 1, "number": "4"}
+        write_json(page, '{"x": 2, "amount": 3}')
+        expect(page.get_by_label("Kind of arguments").locator("option:checked")).to_have_text("Cash")
+        expect(page.get_by_label("x integer")).to_have_value("2")
+        expect(page.get_by_label("amount")).to_have_value("3")
+
+
+def test_a_tool_that_only_says_which_arguments_must_be_there_begins_with_an_object(
+    new_page: Callable[..., Page],
+) -> None:
+    with one_tool(new_page, {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}) as page:
+        assert json.loads(sent(page)) == {}
+        page.get_by_role("button", name="Add an entry").click()
+        page.get_by_label("Name").fill("a")
+        page.get_by_role("textbox", name="value").fill("1")
+        assert json.loads(sent(page)) == {"a": 1}
+
+
 def test_what_is_left_out_is_shown_as_left_out(new_page: Callable[..., Page]) -> None:
     branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
     union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
