@@ -781,7 +781,10 @@ class _AnnotationMapper:
         self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
-        overlay = (metadata.get("display") or display or {}).get("mcp") or {}
+        overlay: Any = metadata.get("display") or display
+        overlay = overlay.get("mcp") if isinstance(overlay, dict) else None
+        if not isinstance(overlay, dict):  # in apcore's metadata any word may mean anything
+            overlay = {}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         paragraphs = [overlay.get("description") or descriptor.description]
         if guidance := overlay.get("guidance"):

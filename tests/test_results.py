@@ -728,6 +728,8 @@ ADVICE |= {"x-common-mistakes": "Sizes in inches.", "x-workflow-hints": "Then im
         pytest.param({"display": {"mcp": {"description": ""}, "cli": OVERLAY}}, ["Makes it smaller."], id="another's"),
         pytest.param({"display": None}, ["Makes it smaller."], id="none"),
         pytest.param({"display": {"mcp": None}}, ["Makes it smaller."], id="none-for-mcp"),
+        pytest.param({"display": "Resizer"}, ["Makes it smaller."], id="in-another-sense"),
+        pytest.param({"display": {"mcp": "Resizer"}}, ["Makes it smaller."], id="in-another-sense-for-mcp"),
         pytest.param(
             {"x-deprecation": {"deprecated_since": "1.2"}, "display": {"mcp": OVERLAY}, **ADVICE},
             [
