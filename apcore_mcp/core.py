@@ -549,8 +549,18 @@ def _is_model(declared: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(declared, type) and issubclass(declared, BaseModel)
 
 
+_ALIASES = frozenset(["alias", "validation_alias", "serialization_alias"])  # of a field, to pydantic-core
+
+
 class _SentSchema(GenerateJsonSchema):
     """A model's JSON schema where it says no more than what holds of all that is sent of the model."""
+
+    has_aliases = False
+
+    def generate_inner(self, schema: Any) -> JSONSchema:
+        if not _ALIASES.isdisjoint(schema):
+            self.has_aliases = True
+        return super().generate_inner(schema)
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function-") and "return_schema" not in schema:
@@ -604,10 +614,12 @@ def _in_every_form(declared: Any, described: JSONSchema) -> JSONSchema:
     """
     if not _is_model(declared):
         return _SchemaConverter().inline(described)
-    forms = [] if described == model_json_schema(declared) else [described]
-    for mode in ("validation", "serialization"):
-        for by_alias in (True, False):
-            forms.append(model_json_schema(declared, by_alias, schema_generator=_SentSchema, mode=mode))
+    core = TypeAdapter(declared).core_schema
+    generator = _SentSchema()
+    forms = [{**described}, generator.generate(core, "serialization")]
+    if generator.has_aliases:
+        forms.append(_SentSchema(by_alias=False).generate(core, "validation"))
+        forms.append(_SentSchema(by_alias=False).generate(core, "serialization"))
     definitions: dict[str, list[JSONSchema]] = {}
     for form in forms:
         for name, definition in form.pop("$defs", {}).items():
