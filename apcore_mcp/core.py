@@ -66,7 +66,18 @@ from fnmatch import fnmatchcase
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeGuard, TypeVar, cast, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeGuard,
+    TypeVar,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import apcore
@@ -108,7 +119,17 @@ from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidAnswer
 from jsonschema.validators import extend
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.json_schema import GenerateJsonSchema, model_json_schema
 from pydantic_core import (
     SchemaError,
@@ -641,6 +662,10 @@ def _input_schema(descriptor: ModuleDescriptor, declared: Any) -> JSONSchema:
     return {**schema, "type": "object"}
 
 
+def _function_of(module: FunctionModule) -> Callable[..., Any]:
+    return module._func  # pyright: ignore[reportPrivateUsage]  # of which there is no public name
+
+
 def _is_closed(module: Any) -> bool:
     """Whether a module is a function that takes no other arguments than those of its schema."""
     model = getattr(module, "input_schema", None)
@@ -649,9 +674,23 @@ def _is_closed(module: Any) -> bool:
         or getattr(model, "model_config", {"extra": "allow"}).get("extra") == "allow"
     ):
         return False
-    # The schema of a binding does not say it of its function, and of that there is no public name.
-    parameters = inspect.signature(module._func).parameters.values()  # pyright: ignore[reportPrivateUsage]
+    # The schema of a binding does not say it of its function.
+    parameters = inspect.signature(_function_of(module)).parameters.values()
     return all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+class _Returned(RootModel[T]):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+
+def _declared_output(module: Any) -> Any:
+    """A module's output schema; for a function that returns a `dict[str, ...]` a model of it: apcore's says nothing."""
+    if isinstance(module, FunctionModule):
+        with contextlib.suppress(NameError):
+            returned = get_type_hints(_function_of(module), include_extras=True).get("return")
+            if get_origin(returned) is dict and not module.output_schema.model_fields:
+                return cast(Any, _Returned)[returned]
+    return getattr(module, "output_schema", None)
 
 
 def _is_valid(value: Any, schema: JSONSchema) -> bool:
@@ -849,7 +888,7 @@ class _Tool:
         inputs = _input_schema(descriptor, self.model)
         if self.is_closed:
             inputs["additionalProperties"] = False
-        output = self._output(getattr(module, "output_schema", None), options.redact_output)
+        output = self._output(_declared_output(module), options.redact_output)
         # What results are redacted by; {} when nothing is sensitive.
         self.marks = _marks(output) if options.redact_output else {}
         self.media = _media(output)  # properties that are sent as files, with their media types
@@ -999,8 +1038,13 @@ def _to_text(value: Any) -> str:
 
 
 @functools.lru_cache
-def _holds_bytes(model: Any) -> bool:
-    return "'type': 'bytes'" in repr(getattr(model, "__pydantic_core_schema__", ""))
+def _writer_of_bytes(kind: type) -> TypeAdapter[Any] | None:
+    """What gives the fields of a model that holds bytes."""
+    if not issubclass(kind, BaseModel) and not is_pydantic_dataclass(kind):
+        return None
+    adapter = TypeAdapter[Any](kind)
+    schema = _SentSchema().generate(adapter.core_schema, "serialization")
+    return adapter if b'"format":"binary"' in to_json(schema, fallback=str) else None
 
 
 def _written_out(value: Any, *, decimals: bool) -> Any:
@@ -1015,9 +1059,8 @@ def _written_out(value: Any, *, decimals: bool) -> Any:
         return [_written_out(item, decimals=decimals) for item in value]
     if isinstance(value, Decimal) and not decimals:
         return float(value)
-    if _holds_bytes(cast(Any, type(value))):
-        return value.__pydantic_serializer__.to_python(value, by_alias=True)
-    return value
+    writer = _writer_of_bytes(cast(Any, type(value)))
+    return writer.dump_python(value, by_alias=True) if writer else value
 
 
 def _not_json(reason: object) -> ModuleError:
@@ -1226,20 +1269,21 @@ _CHOICES = ("const", "enum", "literal_error")
 
 def _errors_of(tool: _Tool, faults: list[list[_Fault]]) -> list[dict[str, str]]:
     """Faults in apcore's form. Inside of a secret only names that its schema knows are told."""
-    errors: list[dict[str, str]] = []
+    distinct: dict[_Fault, None] = {}
     for path, code, message in _meant(itertools.chain(*faults)):
+        in_arguments = tuple(step for step in path if not isinstance(step, tuple))
+        distinct[in_arguments, code, message] = None
+    errors: list[dict[str, str]] = []
+    for path, code, message in itertools.islice(distinct, _ERRORS_MAX):
         named: list[object] = []
         views, is_secret = [*_views(tool.input_schema)], False
         for step in path:
-            if not isinstance(step, tuple):
-                is_secret = is_secret or any(map(_is_blanked, views))
-                is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
-                named.append(step if is_known or not is_secret else "*")
-                views = [*_views(*_inside(views, step))]
-        error = {"field": _dotted(*named), "code": code, "message": message}
-        if error not in errors[-_ERRORS_MAX:]:
-            errors.append(error)
-    return errors[:_ERRORS_MAX]
+            is_secret = is_secret or any(map(_is_blanked, views))
+            is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
+            named.append(step if is_known or not is_secret else "*")
+            views = [*_views(*_inside(views, step))]
+        errors.append({"field": _dotted(*named), "code": code, "message": message})
+    return errors
 
 
 def _check_input(tool: _Tool, arguments: dict[str, Any]) -> None:
@@ -2512,10 +2556,11 @@ class _ExecutionRouter:
                 return await self._reply(call)
             tool = self._catalog.find(params.name)
             if tool is None:
-                label = _label(params.name[:200], caller)
+                name = params.name[:200]
+                label = _label(name, caller)
                 logger.debug("Tool call: %s", label)
-                logger.error("Tool call error: %s - ModuleNotFoundError: Module not found: %.200s", label, params.name)
-                return _failure(f"Module not found: {params.name}", "MODULE_NOT_FOUND")
+                logger.error("Tool call error: %s - ModuleNotFoundError: Module not found: %s", label, name)
+                return _failure(f"Module not found: {name}", "MODULE_NOT_FOUND")
             call = _Call(tool, params.arguments or {}, self._options, caller)
             call.attach(ctx)
             call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))

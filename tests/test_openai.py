@@ -667,6 +667,16 @@ async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
     assert told == part.text
 
 
+async def test_a_model_is_told_of_each_file_in_a_line() -> None:
+    def file(kind: str) -> dict[str, Any]:
+        return {**STRING, "contentEncoding": "base64", "contentMediaType": kind}
+
+    output = {"type": "object", "properties": {"chart": file("image/png"), "page": file("application/pdf")}}
+    drawn = FunctionalModule(lambda inputs, context: {"chart": "YQ==", "page": "Yg==", "n": 1}, output_schema=output)
+    told = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}")
+    assert told.splitlines() == ['{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]"]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [

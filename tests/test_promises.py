@@ -56,6 +56,8 @@ from pydantic.alias_generators import to_camel
 from test_schemas import QUICK, Value, models
 from typing_extensions import TypedDict
 
+from apcore_mcp import to_openai_tools
+
 D = decimal.Decimal
 REDACTED = "***REDACTED***"
 MARK: Any = {"x-sensitive": True}
@@ -444,6 +446,8 @@ LOGIN = Login(user_name="ann", pass_phrase="S3CR3T")
 SECRET_OUTPUTS: dict[str, Any] = {
     "by-name": returning(Login, LOGIN),
     "by-alias": returning(list[Login], [LOGIN]),
+    "in-a-dict": returning(dict[str, Login], {"ann": LOGIN}),
+    "in-a-dict-of-lists": returning(dict[str, list[Login]], {"ann": [LOGIN]}),
     "dumped-by-alias": giving(Login, LOGIN.model_dump(by_alias=True)),
     "computed": returning(Derived, Derived(user="ann")),
     "computed-in-a-list": returning(list[Derived], [Derived(user="ann")]),
@@ -463,6 +467,22 @@ async def test_a_marked_field_is_hidden_under_every_name(name: str, mode: str) -
     assert REDACTED in text
     assert '"ann"' in text
     assert (tool.output_schema, result.structured_content) == (None, None)
+
+
+def test_a_model_is_asked_once_for_what_is_sent_of_it() -> None:
+    """Each time costs as much as the rest of a tool (NFR-PERF-001); apcore asks once itself."""
+    asked: list[str] = []
+
+    class Asked(BaseModel):
+        user: str
+
+        @classmethod
+        def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
+            asked.append(handler.mode)
+            return handler(schema)
+
+    to_openai_tools(registry_of({"t.asked": giving(Asked, {})}))
+    assert asked == ["validation", "serialization"]
 
 
 async def test_a_recursive_model_with_a_computed_secret_is_left_out() -> None:
