@@ -903,7 +903,6 @@ class _Tool:
         self._definition: dict[str, Any] = answer["result"]["tools"][0]
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        self.validator = Draft202012Validator(self.input_schema)
         self.output_validator = _PromiseValidator(self.output_schema)
         # The documentation as MCP's `resources/list` sends it.
         uri = f"docs://{self.module_id}"
@@ -1023,11 +1022,7 @@ class _PromiseValidator:
         return SchemaValidator(_core_schema(self._schema))
 
     def is_valid(self, value: Any) -> bool:
-        return not any(True for _ in self.iter_errors(value))
-
-    def iter_errors(self, value: Any) -> Iterator[Any]:
-        if not self._core.isinstance_python(value):
-            yield from Draft202012Validator(self._schema).iter_errors(value)
+        return self._core.isinstance_python(value) or _is_valid(value, self._schema)
 
 
 # ---- Results: a module's output as an MCP result; pure ----
@@ -1108,11 +1103,19 @@ def _success(
     """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
 
     `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON, and the log has
-    the `label` of the call.
+    the `label` of the call. SchemaValidationError for what the advertised schema refuses.
     """
     text, value, files = _as_json(tool, output)
     if not tool.output_validator.is_valid(value):
         text, value, files = _as_json(tool, output, decimals=False)
+        # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
+        # a model's own validators make of them, nor as JSON. A client would refuse the result.
+        errors: list[dict[str, Any]] = []
+        for error in Draft202012Validator(tool.output_schema).iter_errors(value):
+            path = "/".join(map(str, error.absolute_path))
+            errors.append({"path": path, "keyword": error.validator, "message": error.message})
+        if errors:
+            raise SchemaValidationError(f"Output validation failed: {errors}", errors)
     if formatter is not None:
         try:
             # It is given a copy, and what it writes may hold no half of a surrogate pair.
@@ -1155,14 +1158,6 @@ def _failure(text: str, code: str, **report: Any) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
 
 
-def _check(value: Any, validator: Any, what: str) -> None:
-    """Raise apcore's SchemaValidationError for a value that an advertised schema refuses; it is "Input" or "Output"."""
-    found = validator.iter_errors(value)
-    errors = [{"field": _dotted(*e.absolute_path), "code": e.validator, "message": e.message} for e in found]
-    if errors:
-        raise SchemaValidationError(f"{what} validation failed: {errors}", errors)
-
-
 _ERRORS_MAX = 20  # that a client is told of one call
 _ERRORS_SEEN = 1_000  # to find these
 _ERROR_CHARACTERS = 1_000  # of a field's path, and of what is wrong with it
@@ -1185,7 +1180,7 @@ def _faults(tool: _Tool, arguments: dict[str, Any]) -> list[list[_Fault]]:
     busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema.
     """
     if not hasattr(tool.model, "model_validate_json"):
-        errors = itertools.islice(tool.validator.iter_errors(arguments), _ERRORS_SEEN)
+        errors = itertools.islice(Draft202012Validator(tool.input_schema).iter_errors(arguments), _ERRORS_SEEN)
         return [[*_faults_of(error)] for error in errors]
     faults: list[list[_Fault]] = []
     for name in _unknown(tool, arguments):
@@ -1319,7 +1314,7 @@ class _ErrorMapper:
             report: dict[str, Any] = {}
             if isinstance(error, ModuleError) and isinstance(cause, ModuleError):
                 text, report = self._tell(error, code, step, withheld)
-            self._log(cause, text, withheld or self._is_sensitive(error, "output_schema"))
+            self._log(cause, text, withheld or bool(self._tool.marks) or self._is_sensitive(error, "output_schema"))
             flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
             return _failure(text, code, **{key: flag for key, flag in flags.items() if isinstance(flag, bool)} | report)
         except BaseException as another:  # an error of a module's own class may do anything when it is looked at
@@ -1434,7 +1429,7 @@ def _examples(tool: _Tool) -> list[dict[str, Any]]:
     """The module's own examples that are valid calls, in plain JSON types."""
     with contextlib.suppress(Exception):  # they are whatever a module lists
         examples = from_json(_to_text(tool.descriptor.examples), allow_inf_nan=False)
-        return [each for each in examples if tool.validator.is_valid(each["inputs"])]
+        return [each for each in examples if _is_valid(each["inputs"], tool.input_schema)]
     return []
 
 
@@ -2623,11 +2618,7 @@ class _ExecutionRouter:
         self.running.add(call)
         _CURRENT.set(weakref.ref(call))
         try:
-            result = _success(tool, await self._call_module(call, context), formatter, call.label)
-            # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
-            # a model's own validators make of them, nor as JSON. A client would refuse the result.
-            _check(result.get("structuredContent", {}), tool.output_validator, "Output")
-            return result
+            return _success(tool, await self._call_module(call, context), formatter, call.label)
         except BaseException as error:  # a module may raise anything
             if call.task.cancelling():
                 call.token.cancel()

@@ -38,7 +38,7 @@ from apcore.errors import (
 from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp_types import CallToolResult
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
 
 from apcore_mcp import report_progress
 
@@ -1358,3 +1358,18 @@ async def test_a_secret_that_a_module_was_to_give_is_not_logged(fail: str, caplo
         result = await client.call_tool("gives.token", {})
     failure(result)
     assert SECRET not in result.model_dump_json() + everything_logged(caplog)
+
+
+async def test_a_secret_that_a_model_computes_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Login(BaseModel):
+        user: str
+
+        @computed_field(json_schema_extra={"x-sensitive": True})  # type: ignore[prop-decorator]
+        @property
+        def token(self) -> str:
+            return TOKEN
+
+    module = FunctionalModule(lambda inputs, context: throw(RuntimeError(f"cannot store {TOKEN}")), output_schema=Login)
+    async with connect({"gives.login": module}) as client:
+        failure(await client.call_tool("gives.login", {}), "Internal error occurred")
+    assert SECRET not in everything_logged(caplog)
