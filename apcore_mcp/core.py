@@ -2258,17 +2258,14 @@ class _Call:
                     self.move("runs")
 
 
-# For what modules call without its context. Weak, as timers and tasks that outlive a call keep a copy of its context.
-_CURRENT = contextvars.ContextVar[weakref.ref[_Call] | None](_CALL_KEY, default=None)
+# For what modules call without its context, also in tasks, timers and threads that outlive the call.
+_CURRENT = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)
 
 
 def _call_of(context: Context[Any]) -> _Call | None:
     """The tool call that a module runs for, also where it was called by another without its context."""
     call = context.data.get(_CALL_KEY)
-    if isinstance(call, _Call):
-        return call
-    reference = _CURRENT.get()
-    return None if reference is None else reference()
+    return call if isinstance(call, _Call) else _CURRENT.get()
 
 
 class _Execution(BuiltinExecute):
@@ -2586,7 +2583,9 @@ class _ExecutionRouter:
                 call.cancel()
                 raise
         if call.state == "ended":
-            return call.task.result()
+            result = call.task.result()
+            del call.task  # or the result stays as long as the call
+            return result
         if len(self.parked) == _PARKED_MAX:
             call.cancel()
             raise _protocol_error(-32000, "Too many calls wait for their users' answers")
@@ -2616,26 +2615,29 @@ class _ExecutionRouter:
             identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
         )
         self.running.add(call)
-        _CURRENT.set(weakref.ref(call))
+        _CURRENT.set(call)
         try:
             return _success(tool, await self._call_module(call, context), formatter, call.label)
         except BaseException as error:  # a module may raise anything
             if call.task.cancelling():
                 call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
+            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError | SchemaValidationError):
+                self._count_refusal(error, context, tool)
+            involved = call.involved.values()
+            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
+            result = mapper.to_result(error)
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
                 required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
-            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError):
-                self._count_refusal(error, context, tool)
-            involved = call.involved.values()
-            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
-            return mapper.to_result(error)
+            return result
         finally:
             if call.answer is not None:
                 call.answer.cancel()
             call.move("ended")
+            call.arguments = {}  # what the module left running keeps its call
+            call.session = None
             self.running.discard(call)
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)

@@ -1205,7 +1205,7 @@ async def test_a_module_that_blocks_its_loop_for_another_that_reports_is_answere
     assert result.structured_content == {"done": True}
 
 
-async def test_what_ended_calls_returned_is_freed_while_others_run(mode: str) -> None:
+async def test_what_ended_calls_were_given_and_returned_is_freed_while_others_run(mode: str) -> None:
     """A timer keeps its copy of a call's context variables until it rings, even one that was cancelled."""
     proceed, running = asyncio.Event(), threading.Event()
 
@@ -1229,7 +1229,7 @@ async def test_what_ended_calls_returned_is_freed_while_others_run(mode: str) ->
         tracemalloc.start()
         try:
             for _ in range(30):
-                await client.call_tool("give")
+                await client.call_tool("give", {"text": "y" * 400_000})
             gc.collect()
             assert tracemalloc.get_traced_memory()[0] < 8_000_000  # not of every call
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from apcore import ACL, ACLRule, Executor, ModuleAnnotations
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.sys_modules.control import ToggleState
 from conftest import HANDSHAKE, FunctionalModule, connect, echo, free_port, registry_of, serving
+from mcp import MCPError
 from mcp.client import Client
 
 from apcore_mcp import MCPServer, __version__, async_serve, serve
@@ -143,19 +145,20 @@ async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -
 
 
 async def test_metrics_count_what_was_refused_once() -> None:
-    """By the ACL, for want of approval, or because the module is disabled: apcore's middleware sees none of these."""
+    """By the ACL, for want of approval, by us or because a module is off: apcore's middleware sees none of it."""
     needs = ModuleAnnotations(requires_approval=True)
 
     async def below(inputs: dict[str, Any], context: Any) -> Any:
         return await context.executor.call_async("shut.door", {}, context)
 
     modules: dict[str, Any] = {"shut.door": echo, "t.gated": FunctionalModule(echo, annotations=needs)}
-    modules |= {"t.off": echo, "t.below": below, "t.echo": echo}
+    typed = FunctionalModule(echo, input_schema={"type": "object", "required": ["x"]})
+    modules |= {"t.off": echo, "t.below": below, "t.typed": typed, "t.echo": echo}
     rules = [ACLRule(callers=["*"], targets=["t.*"], effect="allow")]
     off = ToggleState()
     off.disable("t.off")
     executor = Executor(registry_of(modules), acl=ACL(rules=rules, default_effect="deny"), toggle_state=off)
-    with serving(executor, metrics_collector=True, approval="deny") as url:
+    with serving(executor, metrics_collector=True, approval="deny", validate_inputs=True) as url:
         async with Client(f"{url}/mcp", mode=HANDSHAKE) as client:
             for name in modules:
                 result = await client.call_tool(name, {})
@@ -167,6 +170,7 @@ async def test_metrics_count_what_was_refused_once() -> None:
         'module_id="t.gated",status="error"': 1,
         'module_id="t.off",status="error"': 1,
         'module_id="t.below",status="error"': 1,
+        'module_id="t.typed",status="error"': 1,
         'module_id="t.echo",status="success"': 1,
     }
     errors = {key[1]: value for key, value in counted.items() if key[0] == "apcore_module_errors_total"}
@@ -175,7 +179,21 @@ async def test_metrics_count_what_was_refused_once() -> None:
         'error_code="APPROVAL_DENIED",module_id="t.gated"': 1,
         'error_code="MODULE_DISABLED",module_id="t.off"': 1,
         'error_code="ACL_DENIED",module_id="t.below"': 1,
+        'error_code="SCHEMA_VALIDATION_ERROR",module_id="t.typed"': 1,
     }
+
+
+async def test_a_call_that_its_client_cannot_approve_is_counted_and_logged(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gated = FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))
+    with serving(registry_of({"t.gated": gated}), metrics_collector=True, approval="require") as url:
+        async with Client(f"{url}/mcp", mode=mode) as client:
+            with contextlib.suppress(MCPError):
+                assert (await client.call_tool("t.gated", {})).is_error
+        counted = samples((await get(f"{url}/metrics")).text)
+    assert counted["apcore_module_errors_total", 'error_code="APPROVAL_DENIED",module_id="t.gated"'] == 1
+    assert [record.getMessage() for record in caplog.records if "Tool call error: t.gated" in record.getMessage()]
 
 
 async def test_a_disabled_module_is_listed_and_says_what_it_is(mode: str) -> None:

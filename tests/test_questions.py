@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -978,6 +979,37 @@ async def test_what_a_module_calls_without_its_context_needs_approval_too(
     async with connect(executor, mode=mode, client=arguments, approval=approval) as client:
         await client.call_tool("outer")
     assert len(ran) == runs
+
+
+@pytest.mark.parametrize(("approval", "runs"), [("deny", 0), ("require", 0), ("auto", 1)])
+async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(
+    mode: str, approval: str, runs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[dict[str, Any]] = []
+    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    answered, outcomes = threading.Event(), queue.Queue[object]()
+    left: list[asyncio.Task[None]] = []
+
+    async def later() -> None:
+        await asyncio.to_thread(answered.wait, 10)
+        gc.collect()
+        try:
+            outcomes.put(await executor.call_async("wipe", {}))
+        except ApprovalDeniedError as error:
+            outcomes.put(error)
+
+    async def leave(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        left.append(asyncio.create_task(later()))
+        return {}
+
+    executor.registry.register("leave", FunctionalModule(leave))
+    async with connect(executor, mode=mode, approval=approval) as client:
+        await client.call_tool("leave")
+        answered.set()
+        outcome = await asyncio.to_thread(outcomes.get, timeout=10)
+    assert isinstance(outcome, ApprovalDeniedError) != bool(runs)
+    assert len(ran) == runs
+    assert ("wipe is let through without approval" in caplog.text) == bool(runs)
 
 
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
