@@ -3249,9 +3249,13 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     async def _place(self) -> AsyncIterator[None]:
         """A place among the calls that run; once what was answered before is written, so that no more piles up."""
         async with self._places:
-            async with self._writing:
-                pass
+            await self._written()
             yield
+
+    async def _written(self) -> None:
+        """Wait until what was answered before is written: a client that does not read is not read either."""
+        async with self._writing:
+            pass
 
     async def receive(self) -> AsyncIterator[SessionMessage]:
         """The client's messages, to the end of its input."""
@@ -3260,6 +3264,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
 
         settling = ServerMessageMetadata(on_request_unanswered=self._settle)
         while not self._reader.at_eof():
+            await self._written()
             line = await self._read_line()
             try:
                 if len(line) > _MESSAGE_MAX_BYTES:

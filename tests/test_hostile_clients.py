@@ -480,6 +480,28 @@ def test_a_client_that_stops_reading_is_made_to_wait_and_then_gets_everything(pr
         assert highest - before < 150
 
 
+def test_requests_of_a_client_that_reads_no_answers_are_not_read_either(program: list[str]) -> None:
+    """100,000 of them, each of which would wait in memory for its turn."""
+    sent = b"".join(line(request(n, "tools/list")) for n in range(100_000))
+    with RawClient(program) as client:
+        client.send_line(line(request("first", "tools/list")).strip())
+        client.receive()
+        before = rss_mib(client.process.pid)
+
+        def flood() -> None:
+            with contextlib.suppress(OSError):  # the server is gone when the test is over
+                client.send_line(sent.strip())
+
+        threading.Thread(target=flood, daemon=True).start()
+        highest, steady = before, 0
+        limit = time.monotonic() + 8
+        while steady < 50 and time.monotonic() < limit:  # it has stopped growing, or it has not
+            time.sleep(0.02)
+            now = rss_mib(client.process.pid)
+            highest, steady = max(now, highest), steady + 1 if now <= highest else 0
+    assert highest - before < 80
+
+
 @pytest.mark.timeout(30)
 def test_calls_that_are_cancelled_before_they_begin_leave_nothing_behind(program: list[str], mode: str) -> None:
     """Each in one write with its cancellation."""
