@@ -365,7 +365,11 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     try:
         inspect.signature(_Options).bind(*given, **taken)
     except TypeError as error:
-        hint = " (authentication goes into middleware=)" if "authenticator" in taken else ""
+        hint = ""
+        if "authenticator" in taken:
+            hint = " (authentication goes into middleware=)"
+        elif "approval_handler" in taken:
+            hint = " (it is approval, given twice)"
         raise TypeError(f"{door} {error}{hint}") from None
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
