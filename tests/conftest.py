@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -251,3 +252,58 @@ class RawClient:
 def mode(request: pytest.FixtureRequest) -> str:
     """Both protocol eras, one after the other."""
     return str(request.param)
+
+
+MODULE = """
+from pydantic import BaseModel, Field
+
+class TextInput(BaseModel):
+    text: str = Field(description="What to say")
+    times: int | None = None
+
+class TextOutput(BaseModel):
+    text: str
+
+class Say:
+    description = "Say it"
+    tags = ["public", "{tag}"]
+    input_schema = TextInput
+    output_schema = TextOutput
+
+    def execute(self, inputs, context):
+        return {{"text": inputs["text"]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    """`main()` sets the logger's level; leave it as it was."""
+    logger = logging.getLogger("apcore_mcp")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture
+def extensions(tmp_path: Path) -> Path:
+    """A directory with three modules; its name has a space in it."""
+    directory = tmp_path / "my extensions"
+    for name, tag in (("voice/say.py", "loud"), ("voice/shout.py", "calm"), ("hand/write.py", "calm")):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(MODULE.format(tag=tag))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """The examples, served over streamable HTTP by the command line."""
+    port = free_port()
+    arguments = command("--transport", "streamable-http", "--port", str(port))
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert any("server started" in line for line in process.stderr), "the server did not start"
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)

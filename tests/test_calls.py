@@ -1,35 +1,63 @@
-"""One running call: when it ends, what is told of it, and what it leaves behind (FR-EXEC, FR-EXT; design "Elicitation",
-"Cancellation", "Progress and streaming").
+"""One running call: how it is made, what is told and asked meanwhile, how it ends, and what it leaves behind (FR-
+EXEC-*, FR-EXT-*; design "Elicitation", "Progress and streaming", "Cancellation").
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import logging
+import math
+import os
 import queue
+import re
 import signal
 import sys
 import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import httpx
+import mcp_types as types
 import pytest
-from apcore import Config, Executor
+from apcore import (
+    ACL,
+    ACLRule,
+    Config,
+    Context,
+    Executor,
+    Middleware,
+)
+from apcore.errors import ModuleTimeoutError
 from conftest import (
+    HANDSHAKE,
     MODERN,
     PROGRAM,
+    ROOT,
     Clock,
     FunctionalModule,
     RawClient,
     connect,
     echo,
+    free_port,
     hosting,
     registry_of,
+    serving,
     with_clock,
 )
-from mcp import MCPError
+from mcp import MCPError, StdioServerParameters
 from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.client.stdio import stdio_client
 from mcp_types import (
     CLIENT_CAPABILITIES_META_KEY,
     CLIENT_INFO_META_KEY,
@@ -37,8 +65,38 @@ from mcp_types import (
     ElicitResult,
     InputRequiredResult,
 )
+from support import (
+    DENIED,
+    ENVIRONMENT,
+    SCHEMA,
+    STAGE_ON_STDIO,
+    StreamingModule,
+    accept,
+    ask,
+    asking,
+    followed,
+    guarded,
+    handshake,
+    is_set_in_time,
+    message,
+    modern,
+    noting,
+    parsed,
+    stage,
+    success_text,
+    text_of,
+    wired,
+)
 
-from apcore_mcp import async_serve, elicit, report_progress
+from apcore_mcp import (
+    MCP_ELICIT_KEY,
+    MCP_PROGRESS_KEY,
+    MCPServer,
+    async_serve,
+    elicit,
+    report_progress,
+    to_openai_tools,
+)
 
 META = {
     PROTOCOL_VERSION_META_KEY: MODERN,
@@ -249,3 +307,832 @@ serve(registry)
     assert b"running" not in stderr
     assert len(answers) == 260
     assert sum("error" in answer for answer in answers) == 10
+
+
+STEPS = [(1.0, 3.0, "step 1"), (2.0, 3.0, "step 2"), (3.0, 3.0, "step 3")]
+
+
+# ---- Progress ----
+
+
+@pytest.mark.requirement("FR-EXT-001")
+@pytest.mark.parametrize("module_id", ["steps", "nested", "from_sync", "deep"])
+async def test_progress_arrives_in_order_and_before_the_result_from_any_depth(mode: str, module_id: str) -> None:
+    note, told = noting()
+    async with connect(stage(), mode=mode) as client:
+        result = await client.call_tool(module_id, progress_callback=note)
+        assert (result.structured_content, told) == ({"done": True}, STEPS)
+        result = await client.call_tool(module_id)  # no token: nothing to report to
+        assert (result.structured_content, told) == ({"done": True}, STEPS)
+
+
+@pytest.mark.requirement("FR-EXT-001")
+async def test_progress_outside_mcp_goes_nowhere() -> None:
+    executor = Executor(stage())
+    assert await executor.call_async("deep", {}) == {"done": True}
+    await report_progress(Context.create(), 1)
+
+
+def test_on_the_wire_progress_is_never_without_a_token_and_never_after_the_result() -> None:
+    with RawClient(STAGE_ON_STDIO, env=ENVIRONMENT) as client:
+        client.initialize()
+        wire = []
+        for name, meta in (("steps", {}), ("beyond", {"progressToken": "t"}), ("release", {}), ("ended", {})):
+            if name != "ended":
+                request_id = client.send("tools/call", {"name": name, "arguments": {}, "_meta": meta})
+            else:
+                request_id = client.send("ping")
+            while (message := client.receive()).get("id") != request_id:
+                wire.append(message["params"])
+            wire.append(name)
+        assert wire == ["steps", {"progressToken": "t", "progress": 7}, "beyond", "release", "ended"]
+
+
+@pytest.mark.parametrize("era", [HANDSHAKE, "2026-07-28"])
+def test_progress_only_rises_and_is_made_of_numbers(era: str) -> None:
+    """MCP "Progress": MUST increase. What cannot be said as a number is no progress."""
+    steps = [math.nan, 1, 1, 0.5, math.inf, Decimal("2.5"), -math.inf, Fraction(11, 4), True, 10**400, 3]
+    totals = [None, math.nan, 10, 10, 10, Decimal(10), 10, math.inf, 10, None, 3]
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for step, total in zip(steps, totals, strict=True):
+            await report_progress(context, step, total)  # type: ignore[arg-type]
+        return {}
+
+    with serving(registry_of({"work": work})) as url, httpx.Client(base_url=url, timeout=30) as client:
+        if era == HANDSHAKE:
+            _, headers = handshake(client, "/mcp")
+            request: dict[str, Any] = {"json": message("tools/call", {"name": "work"}), "headers": headers}
+        else:
+            request = modern("tools/call", {"name": "work"})
+        request["json"]["params"].setdefault("_meta", {})["progressToken"] = "t"
+        events = [json.loads(line[6:]) for line in client.post("/mcp", **request).text.splitlines() if "{" in line]
+    told = [event["params"] for event in events if "params" in event]
+    assert told == [
+        {"progressToken": "t", "progress": 1},
+        {"progressToken": "t", "progress": 2.5, "total": 10},
+        {"progressToken": "t", "progress": 2.75},
+        {"progressToken": "t", "progress": 3, "total": 3},
+    ]
+
+
+# ---- Cancellation ----
+
+
+async def start(client: Client, module_id: str) -> asyncio.Task[types.CallToolResult]:
+    """A call of a module that reports progress once it runs."""
+    running = asyncio.Event()
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        running.set()
+
+    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
+    await running.wait()
+    return call
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "stdio"])
+async def test_a_cancelled_call_ends_its_module_and_leaves_no_task_behind(
+    mode: str, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with followed(None, mode, transport=transport) as (client, _), asyncio.timeout(40):
+
+        async def tasks() -> Counter[str]:
+            return Counter((await client.call_tool("tasks")).structured_content["tasks"])  # type: ignore[index]
+
+        before = await tasks()
+        for module_id, told in (
+            ("wait", "wait"),
+            ("wait_below", "wait"),
+            ("wait_streaming", "wait_streaming"),
+            ("watch_token", "watch_token"),
+        ):
+            call = await start(client, module_id)
+            call.cancel()
+            await asyncio.wait({call})
+            assert (await client.call_tool("ended")).structured_content == {"told": told, "token_set": True}
+            while left := await tasks() - before:
+                assert left, "the timeout above is the limit"
+    gc.collect()  # "Future exception was never retrieved" and the like
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("module_id", ["slow", "above", "stubborn"])
+async def test_what_a_cancelled_module_raises_is_not_told_to_its_hosts_loop(
+    mode: str, module_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    running, proceed, raised = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        proceed.wait(20)
+        raised.set()
+        raise RuntimeError("password hunter2")
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("slow", {}, context)
+
+    async def stubborn(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raised.set()
+            raise RuntimeError("password hunter2") from None
+        return {}
+
+    modules = {"slow": slow, "above": above, "stubborn": stubborn, "echo": echo}
+    async with (
+        async_serve(registry_of(modules)) as app,
+        hosting(app) as url,
+        Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client,
+        asyncio.timeout(30),
+    ):
+        call = asyncio.create_task(client.call_tool(module_id))
+        assert await asyncio.to_thread(running.wait, 10)
+        call.cancel()
+        await asyncio.wait({call})
+        await client.call_tool("echo")  # the server has seen the cancellation when it answers this
+        proceed.set()
+        assert await asyncio.to_thread(raised.wait, 10)
+        await asyncio.to_thread(gc.collect)
+        await client.call_tool("echo")
+        gc.collect()
+    assert "hunter2" not in caplog.text
+    assert "never retrieved" not in caplog.text
+
+
+async def test_a_client_that_ends_its_session_cancels_its_calls() -> None:
+    records: queue.Queue[list[Any]] = queue.Queue()
+    with serving(stage(records)) as url:
+        async with Client(f"{url}/mcp", mode=HANDSHAKE, cache=None) as client, asyncio.timeout(30):
+            call = await start(client, "wait")
+        await asyncio.gather(call, return_exceptions=True)
+        name, token = await asyncio.to_thread(records.get, timeout=10)
+        assert (name, is_set_in_time(token)) == ("wait", True)
+
+
+async def test_a_dropped_handshake_post_is_no_cancellation() -> None:
+    proceed, outcome = asyncio.Event(), queue.Queue[str]()
+    running = threading.Event()
+
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        try:
+            await proceed.wait()
+            outcome.put(f"finished, cancelled: {context.cancel_token.is_cancelled}")
+        except asyncio.CancelledError:
+            outcome.put("cancelled")
+            raise
+        return {}
+
+    async def go_on(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        proceed.set()
+        return {}
+
+    with serving(registry_of({"slow": slow, "go_on": go_on, "echo": echo})) as url:
+        headers = {"Accept": "application/json, text/event-stream"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False) as http:
+
+            async def post(method: str, params: dict[str, Any], **request_id: int) -> httpx.Response:
+                return await http.post("/mcp", json={"jsonrpc": "2.0", "method": method, "params": params} | request_id)
+
+            about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
+            http.headers["Mcp-Session-Id"] = (await post("initialize", about, id=1)).headers["Mcp-Session-Id"]
+            await post("notifications/initialized", {})
+            dropped = asyncio.create_task(post("tools/call", {"name": "slow", "arguments": {}}, id=2))
+            assert await asyncio.to_thread(running.wait, 10)
+            dropped.cancel()
+            await asyncio.gather(dropped, return_exceptions=True)
+            for turn in range(3, 13):  # the server has seen the connection close when it answers these
+                await post("tools/call", {"name": "echo", "arguments": {}}, id=turn)
+            await post("tools/call", {"name": "go_on", "arguments": {}}, id=13)
+            assert await asyncio.to_thread(outcome.get, timeout=10) == "finished, cancelled: False"
+
+
+async def test_a_stopping_server_cancels_what_still_runs_after_the_grace_period(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records: queue.Queue[list[Any]] = queue.Queue()
+    port = free_port()
+    server = MCPServer(stage(records), transport="streamable-http", port=port)
+    server.start()
+    modules = ["wait", "wait_streaming", "watch_token"]
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
+        calls = []
+        for mode in (HANDSHAKE, "2026-07-28"):
+            client = Client(f"http://127.0.0.1:{port}/mcp", mode=mode, cache=None, read_timeout_seconds=30)
+            await stack.enter_async_context(client)
+            calls += [await start(client, module_id) for module_id in modules]
+        server.stop()
+        await asyncio.to_thread(server.wait)
+        told = [await asyncio.to_thread(records.get, timeout=10) for _ in calls]
+        assert sorted(name for name, _ in told) == sorted(modules * 2)
+        assert all(is_set_in_time(token) for _, token in told)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # design: "no traceback"
+
+
+def retrying(function: Any) -> Any:
+    """A decorator as retry, timing and tracing are written: its own coroutine runs, which hides the module's."""
+
+    async def inner(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            with contextlib.suppress(ConnectionError):
+                return await function(*args, **kwargs)
+            await asyncio.sleep(3600)
+        return {}
+
+    return inner
+
+
+DECORATED: dict[str, Any] = {"as-it-is": lambda function: function, "decorated": retrying}
+
+
+@pytest.mark.parametrize("decorate", DECORATED.values(), ids=DECORATED)
+@pytest.mark.parametrize("where", ["module", "below", "between-attempts", "without-its-context"])
+async def test_no_coroutine_of_a_cancelled_or_timed_out_call_goes_on(mode: str, where: str, decorate: Any) -> None:
+    running, ended = threading.Event(), queue.Queue[str]()
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if inputs.get("attempt") == "fails":
+            asyncio.get_running_loop().call_soon(running.set)
+            raise ConnectionError
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.put("work")
+            raise
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        try:
+            given = [] if inputs.get("alone") else [context]
+            return await context.executor.call_async("work", {}, *given)
+        finally:
+            ended.put("above")
+
+    modules: dict[str, Any] = {"work": decorate(work), "above": decorate(above), "echo": echo}
+    inputs: dict[str, Any] = {}
+    if where == "between-attempts":
+        inputs = {"attempt": "fails"}
+    elif where == "without-its-context":
+        inputs = {"alone": True}
+    name = "above" if where in ("below", "without-its-context") else "work"
+
+    async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        names = [getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()]
+        return {"left": [name for name in names if name.rpartition(".")[2] in ("work", "above", "inner")]}
+
+    if where == "between-attempts" and decorate is not retrying:
+        return  # there are none
+    for limit in ({}, {"resources": {"timeout": 300}}):
+        registry = registry_of({**modules, "tasks": tasks, name: FunctionalModule(modules[name], **limit)})
+        running.clear()
+        async with connect(registry, mode=mode) as client, asyncio.timeout(20):
+            call = asyncio.create_task(client.call_tool(name, inputs))
+            assert await asyncio.to_thread(running.wait, 10)
+            if limit:
+                assert "timed out" in (await call).content[0].text  # type: ignore[union-attr]
+            else:
+                call.cancel()
+                await asyncio.wait({call})
+            expected = {"work": ["work"], "above": ["above", "work"]}[name] if "attempt" not in inputs else []
+            assert sorted([await asyncio.to_thread(ended.get, timeout=10) for _ in expected]) == expected
+            while (await client.call_tool("tasks")).structured_content != {"left": []}:
+                assert asyncio.current_task(), "the timeout above is the limit"
+
+
+async def test_what_a_module_started_for_all_calls_outlives_the_call_that_was_cancelled(mode: str) -> None:
+    """A pool or a browser, started by whichever call comes first, serves the later ones."""
+    running = threading.Event()
+    pool: list[asyncio.Task[None]] = []
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if not pool:
+            pool.append(asyncio.create_task(asyncio.sleep(3600)))
+        if inputs:
+            running.set()
+            await asyncio.shield(pool[0])
+        return {"pool": "runs" if not pool[0].done() else "gone"}
+
+    async with connect({"work": work}, mode=mode) as client, asyncio.timeout(20):
+        call = asyncio.create_task(client.call_tool("work", {"wait": True}))
+        assert await asyncio.to_thread(running.wait, 10)
+        call.cancel()
+        await asyncio.wait({call})
+        for _ in range(20):
+            assert (await client.call_tool("work")).structured_content == {"pool": "runs"}
+
+
+async def test_a_module_that_catches_a_timeout_of_another_is_rid_of_it(mode: str) -> None:
+    ended = threading.Event()
+
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        with contextlib.suppress(ModuleTimeoutError):
+            await context.executor.call_async("slow", {}, context)
+        await asyncio.sleep(0)
+        return {"ended": await asyncio.to_thread(ended.wait, 10), "cancelled": context.cancel_token.is_cancelled}
+
+    modules = {"slow": FunctionalModule(slow, resources={"timeout": 50}), "above": above}
+    async with connect(modules, mode=mode) as client:
+        result = await client.call_tool("above")
+    assert result.structured_content == {"ended": True, "cancelled": False}
+
+
+@pytest.mark.parametrize("fault", ["hangs", "times-out-itself", "ends"])
+async def test_a_stream_that_gives_nothing_more_ends_with_its_calls_time(mode: str, fault: str) -> None:
+    closed = threading.Event()
+
+    class Stream(StreamingModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            try:
+                yield {"n": 1}
+                if fault == "hangs":
+                    await asyncio.Event().wait()
+                elif fault == "times-out-itself":
+                    raise TimeoutError("its own")
+            finally:
+                closed.set()
+
+    config = Config(data={"executor": {"global_timeout": 500, "default_timeout": 400}})
+    executor = Executor(registry_of({"stream": Stream([])}), config=config)
+    async with connect(executor, mode=mode) as client, asyncio.timeout(20):
+        result = await client.call_tool("stream", progress_callback=noting()[0])
+        told = result.content[0].text  # type: ignore[union-attr]
+        if fault == "hangs":
+            assert re.fullmatch(r"Module timed out after (4\d\d|500)ms", told)
+        elif fault == "times-out-itself":
+            assert told == "Internal error occurred"
+        else:
+            assert told == '{"n":1}'
+        assert await asyncio.to_thread(closed.wait, 10)
+
+
+async def test_a_module_that_blocks_its_loop_for_another_that_reports_is_answered(mode: str) -> None:
+    async def reporting(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in range(10):
+            await report_progress(context, number)
+        return {"done": True}
+
+    async def blocking(inputs: dict[str, Any], context: Any) -> Any:
+        return context.executor.call("reporting", {}, context)
+
+    async with connect({"reporting": reporting, "blocking": blocking}, mode=mode) as client, asyncio.timeout(10):
+        result = await client.call_tool("blocking", progress_callback=noting()[0])
+    assert result.structured_content == {"done": True}
+
+
+async def test_what_ended_calls_were_given_and_returned_is_freed_while_others_run(mode: str) -> None:
+    """A timer keeps its copy of a call's context variables until it rings, even one that was cancelled."""
+    proceed, running = asyncio.Event(), threading.Event()
+
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        await proceed.wait()
+        return {}
+
+    async def give(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(3600, print)
+        return {"text": "x" * 400_000}
+
+    async def finish(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        proceed.set()
+        return {}
+
+    async with connect({"slow": slow, "give": give, "finish": finish}, mode=mode) as client, asyncio.timeout(30):
+        waiting = asyncio.create_task(client.call_tool("slow"))
+        assert await asyncio.to_thread(running.wait, 10)
+        await client.call_tool("give")
+        tracemalloc.start()
+        try:
+            for _ in range(30):
+                await client.call_tool("give", {"text": "y" * 400_000})
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 8_000_000  # not of every call
+        finally:
+            tracemalloc.stop()
+        await client.call_tool("finish")
+        await waiting
+
+
+# ---- Trace context ----
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "followed_up"),
+    [
+        pytest.param(f"00-{TRACE}-00f067aa0ba902b7-01", True, id="valid"),
+        pytest.param("garbage", False, id="garbage"),
+        pytest.param(f"00-{TRACE}-0000000000000000-01", False, id="no-parent"),
+        pytest.param(f"00-{'0' * 32}-00f067aa0ba902b7-01", False, id="no-trace"),
+        pytest.param(f"00-{'x' * 32}-00f067aa0ba902b7-01", False, id="not-hexadecimal"),
+        pytest.param(7, False, id="not-text"),
+        pytest.param(None, False, id="none"),
+    ],
+)
+async def test_a_calls_trace_is_the_clients_when_it_names_one_and_is_logged(
+    mode: str, traceparent: Any, followed_up: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    meta: Any = {"traceparent": traceparent}
+    async with connect({"trace": lambda inputs, context: {"id": context.trace_id}}, mode=mode) as client:
+        result = await client.call_tool("trace", meta=meta)
+        assert not result.is_error
+        trace_id = (result.structured_content or {})["id"]
+    assert (trace_id == TRACE) == followed_up
+    assert len(trace_id) == 32
+    ours = [record for record in caplog.records if record.name == "apcore_mcp" and record.levelno == logging.DEBUG]
+    assert any(trace_id in record.getMessage() for record in ours)
+
+
+async def ask_below(inputs: dict[str, Any], context: Any) -> Any:
+    return await context.executor.call_async("ask", {}, context)
+
+
+def ask_from_sync(inputs: dict[str, Any], context: Any) -> Any:
+    return context.executor.call("ask", {}, context)
+
+
+# ---- Questions, in both eras ----
+
+
+@pytest.mark.requirement("FR-EXT-002")
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        pytest.param(accept(name="Ada"), {"name": "Ada"}, id="accepted"),
+        pytest.param(accept(), None, id="accepted-with-nothing"),
+        pytest.param(accept(name=7), None, id="accepted-with-something-else"),
+        pytest.param(ElicitResult(action="decline"), None, id="declined"),
+        pytest.param(ElicitResult(action="cancel"), None, id="cancelled"),
+        pytest.param(None, None, id="client-cannot-ask"),
+    ],
+)
+async def test_a_module_is_given_what_its_user_filled_in_or_none(
+    mode: str, answer: ElicitResult | None, seen: dict[str, Any] | None
+) -> None:
+    arguments, asked = asking(answer)
+    modules = {"ask": ask, "ask_below": ask_below, "ask_from_sync": ask_from_sync}
+    async with connect(modules, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        for module_id in modules:
+            assert (await client.call_tool(module_id)).structured_content == {"answer": seen}, module_id
+    assert [(p.message, p.requested_schema) for p in asked] == ([("Who are you?", SCHEMA)] * 3 if answer else [])
+
+
+@pytest.mark.parametrize(("name", "taken"), [("Ada Lovelace", True), ("a" * 28 + "!", False), ("", False)])
+async def test_an_answer_is_held_against_a_pattern_in_no_time(mode: str, name: str, taken: bool) -> None:
+    """Python's `re` takes a minute for 28 letters that this pattern does not match; meanwhile nobody is served."""
+    schema = {"type": "object", "properties": {"name": {"type": "string", "pattern": r"^(\w+\s?)+$"}}}
+
+    async def ask_with_pattern(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Who are you?", schema)}
+
+    arguments, _ = asking(accept(name=name))
+    async with connect({"ask": ask_with_pattern}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        answered = (await client.call_tool("ask")).structured_content
+    assert answered == {"answer": {"name": name} if taken else None}
+
+
+@pytest.mark.parametrize("message", ["Go on?", ""], ids=["message", "empty-message"])
+async def test_a_question_without_a_schema_asks_for_a_bare_confirmation(mode: str, message: str) -> None:
+    async def confirm(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, message)}
+
+    arguments, asked = asking(accept())
+    async with connect({"confirm": confirm}, mode=mode, client=arguments) as client:
+        assert (await client.call_tool("confirm")).structured_content == {"answer": {}}
+    assert [(p.message, p.requested_schema) for p in asked] == [(message, {"type": "object", "properties": {}})]
+
+
+async def test_a_module_that_asks_in_turn_runs_once_with_all_its_side_effects(mode: str) -> None:
+    effects: list[str] = []
+
+    async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        answers = []
+        for number in (1, 2, 3):
+            effects.append(f"before {number}")
+            answers.append(await elicit(context, f"Question {number}", SCHEMA))
+        effects.append("end")
+        return {"answers": answers}
+
+    arguments, asked = asking(lambda params: accept(name=f"to {params.message}"))
+    async with connect({"interview": interview}, mode=mode, client=arguments) as client:
+        result = await client.call_tool("interview")
+    assert [p.message for p in asked] == ["Question 1", "Question 2", "Question 3"]
+    assert result.structured_content == {"answers": [{"name": f"to Question {n}"} for n in (1, 2, 3)]}
+    assert effects == ["before 1", "before 2", "before 3", "end"]
+
+
+async def test_questions_asked_at_once_each_get_their_own_answer(mode: str) -> None:
+    async def both(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        one, two = await asyncio.gather(
+            elicit(context, "one", SCHEMA, key="a"), elicit(context, "two", SCHEMA, key="b")
+        )
+        return {"one": one, "two": two}
+
+    arguments, asked = asking(lambda params: accept(name=params.message.upper()))
+    async with connect({"both": both}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        result = await client.call_tool("both")
+    assert result.structured_content == {"one": {"name": "ONE"}, "two": {"name": "TWO"}}
+    assert sorted(p.message for p in asked) == ["one", "two"]
+
+
+async def test_a_question_that_is_given_up_can_be_asked_again(mode: str) -> None:
+    """In both eras; from 2026-07-28 on, the retry of the first is answered with the second."""
+    asked: list[str] = []
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        asked.append(params.message)
+        if params.message == "First?":
+            await asyncio.wait_for(asyncio.to_thread(given_up.wait, 10), 20)
+        return accept(name=f"to {params.message}")
+
+    given_up = threading.Event()
+
+    async def ask_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(elicit(context, "First?", SCHEMA), 0.2)
+        asyncio.get_running_loop().call_later(0.2, given_up.set)  # once it has asked again
+        return {"answer": await elicit(context, "Second?", SCHEMA)}
+
+    arguments = {"elicitation_callback": answer}
+    async with connect({"ask": ask_twice}, mode=mode, client=arguments) as client, asyncio.timeout(30):
+        result = await client.call_tool("ask")
+    assert result.structured_content == {"answer": {"name": "to Second?"}}
+    assert asked == ["First?", "Second?"]
+
+
+@pytest.mark.parametrize("asks_again", [False, True], ids=["works-on", "asks-again"])
+async def test_the_answer_to_a_question_that_was_given_up_is_no_answer_to_another(asks_again: bool) -> None:
+    runs, given_up, proceed = [], threading.Event(), asyncio.Event()
+
+    async def impatient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(elicit(context, "First?", SCHEMA, key="name"), 0.2)
+        given_up.set()
+        if asks_again:
+            return {"answer": await elicit(context, "Second?", SCHEMA, key="name")}
+        await proceed.wait()
+        return {"answer": "none"}
+
+    async def finish(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        proceed.set()
+        return {}
+
+    async with wired({"ask": impatient, "finish": finish}) as wire:
+        _, _, state = await wire.question("ask")
+        assert await asyncio.to_thread(given_up.wait, 10)
+        answer = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
+        if asks_again:
+            _, message, again = await wire.question("ask", **answer)
+            assert message == "Second?"
+            answer = {"request_state": again, "input_responses": {"name": accept(name="Eve")}}
+            assert (await wire.call("ask", **answer)).structured_content == {"answer": {"name": "Eve"}}
+        else:
+            late = asyncio.create_task(wire.call("ask", **answer))
+            await wire.call("finish")
+            assert (await late).structured_content == {"answer": "none"}
+        await wire.refused(state)
+    assert runs == [1]
+
+
+async def test_a_module_that_has_timed_out_is_not_given_the_answer_to_its_question(mode: str) -> None:
+    """Nor may it ask another: it would act on it after its caller was told that it failed."""
+    told: queue.Queue[Any] = queue.Queue()
+    timed_out = threading.Event()
+
+    def sync(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            told.put(asyncio.run(elicit(context, "Delete?", SCHEMA)))
+        except BaseException as error:
+            told.put(type(error).__name__)
+        try:
+            told.put(asyncio.run(elicit(context, "Delete now?", SCHEMA)))
+        except BaseException as error:
+            told.put(type(error).__name__)
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await context.executor.call_async("sync", {}, context)
+        except ModuleTimeoutError:
+            timed_out.set()
+        told_later = [await asyncio.to_thread(told.get, timeout=10) for _ in range(2)]
+        return {"told": told_later}
+
+    asked: list[str] = []
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        asked.append(params.message)
+        assert await asyncio.to_thread(timed_out.wait, 10)
+        return accept(name="Ada")
+
+    modules = {"sync": FunctionalModule(sync, resources={"timeout": 300}), "above": above}
+    async with connect(modules, mode=mode, client={"elicitation_callback": answer}) as client, asyncio.timeout(30):
+        result = await client.call_tool("above")
+    assert result.structured_content == {"told": ["ExecutionCancelledError"] * 2}
+    assert asked == ["Delete?"]
+
+
+@pytest.mark.parametrize("context", [object(), 7, MagicMock(), SimpleNamespace(data=None), None], ids=type)
+async def test_whatever_has_no_client_behind_it_is_told_and_asked_nothing(context: Any) -> None:
+    await report_progress(context, 1)
+    assert await elicit(context, "") is None
+
+
+def form(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+QUESTIONS: dict[str, tuple[Any, Any]] = {
+    "nan": ("Which?", form(n={"type": "number", "default": math.nan})),
+    "no-json": ("Which?", form(n={"type": "string", "default": object()})),
+    "surrogate": ("Which \ud800?", None),
+    "no-text": (7, None),
+    "nested": ("Which?", form(n=form())),
+    "list": ("Which?", form(n={"type": "array", "items": {"type": "string"}})),
+    "reference": ("Which?", form(n={"$ref": "#/$defs/n"})),
+    "anything": ("Which?", form(n=True)),
+    "no-schema": ("Which?", form(n={"type": "string", "minLength": "x"})),
+    "no-pattern": ("Which?", form(n={"type": "string", "pattern": "("})),
+    "a-union": ("Which?", form() | {"anyOf": [form(n={"type": "string"})]}),
+    "no-properties": ("Which?", {"type": "object", "properties": []}),
+    "no-object": ("Which?", {"type": "string"}),
+    "a-list": ("Which?", [1]),
+}
+
+
+@pytest.mark.parametrize("user", ["yes", "cannot"])
+async def test_a_question_that_no_form_can_ask_is_a_value_error_to_the_module(mode: str, user: str) -> None:
+    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"answer": await elicit(context, *QUESTIONS[inputs["which"]], key="name")}
+        except ValueError as error:
+            return {"told": bool(str(error)), "then": await elicit(context, inputs["which"], SCHEMA)}
+
+    arguments, asked = asking(accept(name="Ada") if user == "yes" else None)
+    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        results = {
+            which: (await client.call_tool("wonder", {"which": which})).structured_content for which in QUESTIONS
+        }
+    expected = {"told": True, "then": {"name": "Ada"} if user == "yes" else None}
+    assert results == dict.fromkeys(QUESTIONS, expected)
+    assert [p.message for p in asked] == (list(QUESTIONS) if user == "yes" else [])
+
+
+@pytest.mark.requirement("FR-EXT-003")
+async def test_outside_mcp_nobody_is_asked_and_the_context_has_no_keys() -> None:
+    assert (MCP_PROGRESS_KEY, MCP_ELICIT_KEY) == ("_mcp_progress", "_mcp_elicit")
+
+    async def keys(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"keys": sorted(context.data.keys() & {MCP_PROGRESS_KEY, MCP_ELICIT_KEY})}
+
+    registry = registry_of({"ask": ask, "ask_below": ask_below, "keys": keys})
+    for module_id, output in (("ask", {"answer": None}), ("ask_below", {"answer": None}), ("keys", {"keys": []})):
+        assert await Executor(registry).call_async(module_id, {}) == output
+    async with connect(registry) as client:
+        inside = (await client.call_tool("keys")).structured_content
+    assert inside == {"keys": [MCP_ELICIT_KEY, MCP_PROGRESS_KEY]}
+    await report_progress(None, 1)  # a module called from its own unit test
+    assert await elicit(None, "Who are you?") is None
+
+
+@pytest.mark.requirement("FR-EXT-003")
+async def test_what_stands_under_the_keys_takes_names_as_the_functions_do(mode: str) -> None:
+    async def ask_by_key(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await context.data[MCP_PROGRESS_KEY](progress=1, total=2, message="half")
+        return {"answer": await context.data[MCP_ELICIT_KEY](message="Who?", requested_schema=SCHEMA, key="name")}
+
+    arguments, _ = asking(accept(name="Ada"))
+    async with connect({"ask": ask_by_key}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
+async def test_where_an_answer_could_not_come_back_nobody_is_asked(mode: str) -> None:
+    """A server without sessions may stand behind a load balancer: the retry could reach another one."""
+    ran: list[dict[str, Any]] = []
+    arguments, asked = asking(accept(name="Ada"))
+    options: dict[str, Any] = {"mode": mode, "client": arguments, "stateless": True, "approval": "require"}
+    async with connect({"ask": ask, "wipe": guarded(ran)}, **options) as client, asyncio.timeout(20):
+        assert (await client.call_tool("ask")).structured_content == {"answer": None}
+        assert text_of(await client.call_tool("wipe")) == DENIED
+    assert (asked, ran) == ([], [])
+
+
+ASK_ON_STDIO = """
+from apcore_mcp import serve
+from conftest import registry_of
+from support import ask
+serve(registry_of({"ask": ask}))
+"""
+
+
+async def test_questions_are_asked_over_stdio_too(mode: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    server = stdio_client(StdioServerParameters(command=sys.executable, args=["-c", ASK_ON_STDIO], env=environment))
+    arguments, _ = asking(accept(name="Ada"))
+    async with Client(server, mode=mode, cache=None, read_timeout_seconds=30, **arguments) as client:
+        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
+async def test_questions_are_asked_over_sse_too() -> None:
+    arguments, _ = asking(accept(name="Ada"))
+    with serving(registry_of({"ask": ask}), transport="sse") as url:
+        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, **arguments) as client:
+            assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+
+
+# ---- Execution ----
+
+
+@pytest.mark.requirement("FR-EXEC-001", "FR-EXEC-004")
+async def test_sync_and_async_modules_get_the_arguments_and_answer(mode: str) -> None:
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"got": inputs, "thread": threading.current_thread().name}
+
+    def now(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"got": inputs, "thread": threading.current_thread().name}
+
+    arguments = {"a": {"b": [1, None, "é", 1.5, True]}}
+    async with connect({"demo.sync": now, "demo.async": later}, mode=mode) as client:
+        for tool in ("demo.sync", "demo.async"):
+            assert parsed(success_text(await client.call_tool(tool, arguments)))["got"] == arguments
+            assert parsed(success_text(await client.call_tool(tool, {})))["got"] == {}
+            assert parsed(success_text(await client.call_tool(tool)))["got"] == {}
+        threads = {parsed(success_text(await client.call_tool(tool)))["thread"] for tool in ("demo.sync", "demo.async")}
+    assert len(threads) == 2, "a sync module must not run on the event loop"
+
+
+class Stamp(Middleware):
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**inputs, "before": module_id}
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**output, "after": module_id}
+
+
+@pytest.mark.requirement("FR-EXEC-003", "FR-EXEC-005", "NFR-SEC-001")
+async def test_the_executor_that_was_given_keeps_its_acl_middleware_and_timeout(mode: str) -> None:
+    async def never(inputs: dict[str, Any], context: Any) -> None:
+        await asyncio.Event().wait()
+
+    registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": never})
+    acl = ACL([ACLRule(callers=["*"], targets=["open.*"], effect="allow")], default_effect="deny")
+    config = Config({"executor": {"default_timeout": 70, "global_timeout": 60_000}})
+    executor = Executor(registry, acl=acl, middlewares=[Stamp()], config=config)
+    async with connect(executor, mode=mode) as client:
+        names = [tool.name for tool in (await client.list_tools()).tools]
+        opened = await client.call_tool("open.door", {"a": 1})
+        shut = await client.call_tool("shut.door", {"a": 1})
+        slow = await client.call_tool("open.slow", {})
+    assert names == ["open.door", "open.slow", "shut.door"]
+    assert parsed(success_text(opened)) == {"a": 1, "before": "open.door", "after": "open.door"}
+    assert (shut.is_error, shut.content[0].model_dump()["text"]) == (True, "Access denied")
+    assert (slow.is_error, slow.content[0].model_dump()["text"]) == (True, "Module timed out after 70ms")
+    assert to_openai_tools(executor) == to_openai_tools(registry)
+
+
+@pytest.mark.requirement("FR-EXEC-004")
+async def test_forty_blocked_sync_calls_hold_up_nobody_and_keep_their_answers_apart(mode: str) -> None:
+    count, release, all_running = 40, threading.Event(), threading.Event()
+    running: list[int] = []
+
+    def blocked(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.append(inputs["number"])
+        if len(running) == count:
+            all_running.set()
+        assert release.wait(40)
+        return {"number": inputs["number"]}
+
+    async def quick(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"released": release.is_set()}
+
+    modules = {"demo.blocked": blocked, "demo.quick": quick, "demo.sync": echo}
+    try:
+        async with connect(modules, mode=mode) as client, asyncio.timeout(40):
+            calls = [asyncio.create_task(client.call_tool("demo.blocked", {"number": n})) for n in range(count)]
+            assert await asyncio.to_thread(all_running.wait, 20), f"{len(running)} of {count} run"
+            assert parsed(success_text(await client.call_tool("demo.quick", {}))) == {"released": False}
+            assert parsed(success_text(await client.call_tool("demo.sync", {"a": 1}))) == {"a": 1}
+            assert len((await client.list_tools()).tools) == 3
+            assert not any(call.done() for call in calls)
+            release.set()
+            results = await asyncio.gather(*calls)
+    finally:
+        release.set()
+    assert [parsed(success_text(result)) for result in results] == [{"number": n} for n in range(count)]

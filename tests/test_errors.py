@@ -7,17 +7,16 @@ advice of a module's author, and what of `x-sensitive` arguments may be seen. Re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn
 
 import pytest
-from apcore import ACL, ACLRule, Executor, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore import ACL, ACLRule, Executor, Middleware, ModuleError, Registry
 from apcore.approval import ApprovalResult
 from apcore.cancel import ExecutionCancelledError
 from apcore.decorator import module
@@ -35,69 +34,20 @@ from apcore.errors import (
     SchemaNotFoundError,
     SchemaValidationError,
 )
-from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
-from mcp.client import Client
-from mcp_types import CallToolResult
-from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
+from conftest import FunctionalModule, connect, echo, registry_of, serving
+from pydantic import BaseModel, ConfigDict, Field
+from support import (
+    SECRET_TEXT,
+    SECRETIVE,
+    calls,
+    client_of,
+    errors_logged,
+    everything_logged,
+    failure,
+    lines_of,
+)
 
 from apcore_mcp import report_progress
-
-SECRET = "S3CR3T"
-"""Part of every secret text below, so that no form of it, quoted or escaped, goes unseen."""
-PIN = 918273645
-REPORTED = {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
-REPORTED |= {"ai_guidance", "suggestion"}
-
-
-@contextlib.asynccontextmanager
-async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
-    async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
-        yield client
-
-
-def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
-    """Check what holds for every failed call (FR-ERROR-011); returns the report in `_meta`."""
-    assert result.is_error is True
-    assert result.structured_content is None
-    (part,) = result.content
-    assert part.type == "text"
-    assert text is None or part.text == text
-    assert result.meta is not None
-    report: dict[str, Any] = result.meta["apcore-mcp/error"]
-    assert report["status"] == "failure"
-    assert report["error_message"] == part.text
-    assert isinstance(report["error_type"], str)
-    assert report["error_type"]
-    assert report.keys() <= REPORTED
-    return report
-
-
-def lines_of(report: dict[str, Any], title: str = "Input validation failed:") -> list[tuple[str, str, str]]:
-    """The `- {field}: {message} ({code})` lines of a validation error, which `error_details` must repeat."""
-    first, *rest = report["error_message"].split("\n")
-    assert first == title
-    found = [re.fullmatch(r"- (.*?): (.+) \(([A-Za-z_]+)\)", line) for line in rest]
-    assert found, "no line at all"
-    assert all(found), rest
-    lines = [(match[1], match[2], match[3]) for match in found if match]
-    told = [
-        (e["field"] or lines[i][0], e["message"], e["code"]) for i, e in enumerate(report["error_details"]["errors"])
-    ]
-    assert told == lines
-    return lines
-
-
-def errors_logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """The records of FR-LOG-003; what else the server may say of a call at that level is its own business."""
-    errors = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.ERROR]
-    return [r for r in errors if r.getMessage().startswith("Tool call error: ")]
-
-
-def everything_logged(caplog: pytest.LogCaptureFixture) -> str:
-    """All that any handler of the package's logger could write: messages, arguments, tracebacks."""
-    formatter = logging.Formatter("%(message)s")
-    ours = [r for r in caplog.records if r.name.startswith("apcore_mcp")]
-    return "\n".join(f"{formatter.format(r)}\n{r.args!r}\n{r.exc_text}\n{r.exc_info!r}" for r in ours)
 
 
 def raising(make: Callable[[], BaseException], *, awaits: bool = False) -> FunctionalModule:
@@ -293,6 +243,16 @@ def failing() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.requirement(
+    "FR-ERROR-003",
+    "FR-ERROR-004",
+    "FR-ERROR-005",
+    "FR-ERROR-006",
+    "FR-ERROR-007",
+    "FR-ERROR-008",
+    "FR-ERROR-010",
+    "FR-ERROR-011",
+)
 @pytest.mark.parametrize("name", TABLE)
 async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
     failing: str, name: str, caplog: pytest.LogCaptureFixture
@@ -319,6 +279,7 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
         assert f"Tool call: {tool}" in [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
 
 
+@pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")
 @pytest.mark.parametrize("awaits", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", UNEXPECTED)
 async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
@@ -351,6 +312,7 @@ def written(caplog: pytest.LogCaptureFixture) -> list[str]:
     return "\n".join(map(formatter.format, ours)).splitlines()
 
 
+@pytest.mark.requirement("FR-LOG-002", "FR-LOG-003")
 async def test_the_log_has_each_call_and_each_error_in_the_words_of_the_specification(
     caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
@@ -425,6 +387,7 @@ async def test_cancellation_and_refused_approval_get_plain_sentences(
     assert not [word for word in words[1:] if word in json.dumps(report)]
 
 
+@pytest.mark.requirement("FR-ERROR-011")
 async def test_the_report_is_the_same_in_both_eras(failing: str, mode: str) -> None:
     async with client_of(failing, mode) as client:
         timeout = await client.call_tool("fails.timeout.later", {})
@@ -465,9 +428,6 @@ async def test_what_a_module_says_beside_its_answer_cannot_break_it(mode: str) -
 # ---- Errors that apcore itself produces ----
 
 
-SECRETIVE = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
-
-
 class Broken(Middleware):
     def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
         if module_id == "broken.middleware":
@@ -477,15 +437,6 @@ class Broken(Middleware):
 async def never(inputs: dict[str, Any], context: Any) -> NoReturn:
     await asyncio.Event().wait()
     raise AssertionError
-
-
-def calls(module_id: str, **inputs: Any) -> Callable[..., Any]:
-    """A module that calls another one."""
-
-    async def call(_inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async(module_id, inputs, context)
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -518,6 +469,7 @@ def guarded() -> Iterator[str]:
         release.set()
 
 
+@pytest.mark.requirement("FR-ERROR-006", "FR-ERROR-007", "FR-ERROR-008")
 @pytest.mark.parametrize(
     ("tool", "text"),
     [
@@ -663,6 +615,7 @@ def validating(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str],
         yield url, ran, counter, request.param
 
 
+@pytest.mark.requirement("FR-ERROR-002")
 @pytest.mark.parametrize(("arguments", "expected"), WRONG)
 async def test_each_wrong_argument_is_named_with_its_path(
     validating: tuple[str, list[str], Counter, bool], arguments: dict[str, Any], expected: dict[str, set[str]]
@@ -986,390 +939,9 @@ async def test_a_name_inside_of_a_secret_that_its_schema_does_not_know_is_told_n
     validate_inputs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = registry_of({"takes.keys": FunctionalModule(echo, input_schema=Keyring)})
-    arguments = {"keys": {SECRET: "x"}, "either": {"street": "Elm", SECRET: 1}, "other": 1}
+    arguments = {"keys": {SECRET_TEXT: "x"}, "either": {"street": "Elm", SECRET_TEXT: 1}, "other": 1}
     async with connect(registry, validate_inputs=validate_inputs) as client:
         result = await client.call_tool("takes.keys", arguments)
     fields = [field for field, _, _ in lines_of(failure(result))]
     assert sorted(fields) == ["either.*", "either.zip", "keys.*", "other"]
-    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
-
-
-# ---- Only listed tools ----
-
-
-async def test_what_is_not_listed_cannot_be_called(caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    ran: list[str] = []
-
-    def module(name: str, **attributes: Any) -> FunctionalModule:
-        def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            ran.append(name)
-            return {}
-
-        return FunctionalModule(run, **{"tags": ["good"], **attributes})
-
-    registry = registry_of(
-        {
-            "demo.listed": module("listed"),
-            "demo.hidden": module("hidden", annotations=ModuleAnnotations(discoverable=False)),
-            "demo.untagged": module("untagged", tags=["other"]),
-            "demo.broken": module(
-                "broken", input_schema={"type": "object", "properties": {"a": {"$ref": "#/$defs/No"}}}
-            ),
-            "demo.leaves": module("leaves"),
-            "other.prefix": module("prefix"),
-        }
-    )
-    names = [
-        *("demo.hidden", "demo.untagged", "demo.broken", "demo.leaves", "other.prefix", "other-prefix", "demo-hidden"),
-        *("demo.unknown", "Demo.Listed", "demo", "{module_id}", "%s"),
-    ]
-    async with connect(registry, mode=mode, tags=["good"], prefix="demo.") as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.leaves", "demo.listed"]
-        registry.unregister("demo.leaves")
-        results = {name: await client.call_tool(name, {}) for name in names}
-        listed = await client.call_tool("demo.listed", {})
-        endless = await client.call_tool("x" * 1_000, {})
-    assert failure(endless, f"Module not found: {'x' * 200}")["error_type"] == "MODULE_NOT_FOUND"
-    for name, result in results.items():
-        assert failure(result, f"Module not found: {name}")["error_type"] == "MODULE_NOT_FOUND"
-    assert listed.is_error is False
-    assert ran == ["listed"]
-    assert len(errors_logged(caplog)) == len(names) + 1
-
-
-# ---- x-sensitive arguments ----
-
-
-def sensitive(**schema: Any) -> dict[str, Any]:
-    return {"x-sensitive": True, **schema}
-
-
-def of(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
-
-
-class Login(BaseModel):
-    user: str
-    password: str = Field(json_schema_extra={"x-sensitive": True})
-
-    @field_validator("password")
-    @classmethod
-    def refuse(cls, value: str) -> str:
-        raise ValueError(f"{value} is on a list")
-
-
-class Logins(BaseModel):
-    logins: list[PlainLogin]
-    limit: int = 0
-
-
-class PlainLogin(BaseModel):
-    password: str = Field(json_schema_extra={"x-sensitive": True})
-
-
-def array(**schema: Any) -> dict[str, Any]:
-    return {"type": "array", **schema}
-
-
-def map_of(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": schema}
-
-
-TOKEN = f"{SECRET}-token"
-STRING, INTEGER = {"type": "string"}, {"type": "integer"}
-
-# The schema, arguments that break it, and the field that must still be named ("" is the root).
-QUOTED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "at_the_field": (of(token=sensitive(type="string", maxLength=3)), {"token": TOKEN}, "token"),
-    "enum": (of(token=sensitive(enum=["a"])), {"token": TOKEN}, "token"),
-    "number": (of(pin=sensitive(type="string")), {"pin": PIN}, "pin"),
-    "other_type": (of(token=sensitive(type="string")), {"token": [TOKEN, {"x": PIN}]}, "token"),
-    "parent": (of(auth={**of(token=sensitive()), "maxProperties": 0}), {"auth": {"token": TOKEN}}, "auth"),
-    "root": ({**of(token=sensitive()), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"token": TOKEN}, "a"),
-    "sibling": (of(token=sensitive(), other=INTEGER), {"token": TOKEN, "other": TOKEN}, "other"),
-    "secret_object": (
-        of(keys=sensitive(**of(pin=STRING), additionalProperties=False)),
-        {"keys": {"pin": PIN, SECRET: 1}},
-        "keys.pin",
-    ),
-    "secret_list": (
-        of(keys=sensitive(type="array", items=STRING, maxItems=1)),
-        {"keys": [PIN, TOKEN]},
-        "keys.0",
-    ),
-    "items": (of(keys=array(items=sensitive(type="string", maxLength=3))), {"keys": ["ok", TOKEN]}, "keys.1"),
-    "items_sibling": (of(keys=array(items=sensitive()), other=INTEGER), {"keys": [TOKEN], "other": TOKEN}, "other"),
-    "tuple": (of(keys=array(prefixItems=[STRING, sensitive(maxLength=3)])), {"keys": ["", TOKEN]}, "keys.1"),
-    "map": (of(keys=map_of(sensitive(maxLength=3))), {"keys": {"a": TOKEN}}, "keys.a"),
-    "map_sibling": (of(keys=map_of(sensitive()), other=INTEGER), {"keys": {"a": TOKEN}, "other": TOKEN}, "other"),
-    "pattern_sibling": (
-        {**of(other=INTEGER), "patternProperties": {"^key_": sensitive()}},
-        {"key_a": TOKEN, "other": TOKEN},
-        "other",
-    ),
-    "reference": (
-        {**of(a={"$ref": "#/$defs/Key"}), "$defs": {"Key": sensitive(type="string", pattern="^$")}},
-        {"a": TOKEN},
-        "a",
-    ),
-    "branch": (
-        of(auth={"anyOf": [of(token=sensitive(maxLength=3)), {"type": "null"}]}),
-        {"auth": {"token": TOKEN}},
-        "auth.token",
-    ),
-    "model": (Login, {"user": "bob", "password": TOKEN}, "password"),
-    "model_sibling": (Logins, {"logins": [{"password": TOKEN}], "limit": TOKEN}, "limit"),
-}
-
-
-@pytest.fixture(scope="module")
-def quoting() -> Iterator[dict[bool, str]]:
-    """Servers of a module for each row, one without and one with validate_inputs."""
-    modules = {
-        f"takes.{name}": FunctionalModule(echo, input_schema=schema, output_schema={})
-        for name, (schema, _, _) in QUOTED.items()
-    }
-    registry = registry_of(modules)
-    with serving(registry) as url, serving(registry, validate_inputs=True) as strict_url:
-        yield {False: url, True: strict_url}
-
-
-@pytest.mark.parametrize("name", QUOTED)
-async def test_a_validation_error_never_repeats_a_sensitive_value(
-    quoting: dict[bool, str], name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, arguments, field = QUOTED[name]
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    for validate_inputs, url in quoting.items():
-        async with client_of(url) as client:
-            result = await client.call_tool(f"takes.{name}", arguments)
-        report = failure(result)
-        lines_of(report)
-        assert field in [error["field"] for error in report["error_details"]["errors"]], validate_inputs
-        for text in (result.model_dump_json(by_alias=True), everything_logged(caplog)):
-            assert SECRET not in text
-            assert str(PIN) not in text
-    assert len(errors_logged(caplog)) == len(quoting)
-
-
-def login_of(fail: Callable[[dict[str, Any]], object], **attributes: Any) -> FunctionalModule:
-    """A module that takes secrets of every kind and fails in its own way."""
-
-    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        fail(inputs)
-        return {}
-
-    schema = of(
-        user=STRING,
-        password=sensitive(type="string"),
-        pin=sensitive(type="integer"),
-        auth=of(keys={"type": "array", "items": sensitive()}),
-        box=sensitive(type="object"),
-        tokens={"type": "object", "additionalProperties": sensitive(type="string")},
-        either={"anyOf": [of(key=sensitive(type="string")), {"type": "null"}]},
-    )
-    return FunctionalModule(run, input_schema=schema, **attributes)
-
-
-def throw(error: BaseException, cause: BaseException | None = None) -> NoReturn:
-    raise error from cause
-
-
-def throw_with_note(inputs: dict[str, Any]) -> NoReturn:
-    error = RuntimeError("login failed")
-    error.add_note(f"the password was {inputs['password']}")
-    raise error
-
-
-def throw_after_forgetting(inputs: dict[str, Any]) -> NoReturn:
-    password = inputs.pop("password")
-    inputs["auth"]["keys"].clear()
-    raise RuntimeError(f"bad password: {password}")
-
-
-SPEAKING: dict[str, Callable[[dict[str, Any]], object]] = {
-    "plain": lambda i: throw(RuntimeError(f"bad password: {i['password']}")),
-    "repr": lambda i: throw(RuntimeError(f"bad login: {i!r}")),
-    "json": lambda i: throw(RuntimeError(json.dumps(i))),
-    "unicode-json": lambda i: throw(RuntimeError(json.dumps(i, ensure_ascii=False))),
-    "key-error": lambda i: throw(KeyError(i["password"])),
-    "arguments": lambda i: throw(ValueError("bad", i["password"], i["pin"])),
-    "number": lambda i: throw(RuntimeError(f"bad pin {i['pin']}")),
-    "in-a-list": lambda i: throw(RuntimeError(f"bad key {i['auth']['keys'][0]}")),
-    "in-an-object": lambda i: throw(RuntimeError(f"bad box {i['box']['deep']['in']}")),
-    "in-a-map": lambda i: throw(RuntimeError(f"bad token {i['tokens']['a']}")),
-    "in-a-branch": lambda i: throw(RuntimeError(f"bad key {i['either']['key']}")),
-    "cause": lambda i: throw(RuntimeError("bad login"), ValueError(i["password"])),
-    "group": lambda i: throw(ExceptionGroup("bad", [ValueError(i["password"])])),
-    "exit": lambda i: throw(SystemExit(i["password"])),
-    "note": throw_with_note,
-    "after-forgetting": throw_after_forgetting,
-    "invalid-input": lambda i: throw(InvalidInputError(f"bad password: {i['password']}")),
-    "module-error": lambda i: throw(ModuleError("LOGIN_FAILED", f"bad password: {i['password']}", {"pin": i["pin"]})),
-    "not-found": lambda i: throw(ModuleNotFoundError(i["password"])),
-    "own-validation": lambda i: throw(
-        SchemaValidationError(errors=[{"field": "user", "code": "known", "message": f"not {i['password']}"}])
-    ),
-}
-PASSWORDS = {"plain": SECRET, "quotes": f"\"'{SECRET}\\'\"é", "lines": f"-----BEGIN-----\n{SECRET}\n-----END-----"}
-
-
-# How a module that takes no secret calls one that does, and what it makes of the error.
-async def passing_on(inputs: dict[str, Any], context: Any) -> Any:
-    return await context.executor.call_async("demo.login", inputs, context)
-
-
-def from_a_thread(inputs: dict[str, Any], context: Any) -> Any:
-    return context.executor.call("demo.login", inputs, context)
-
-
-async def without_its_context(inputs: dict[str, Any], context: Any) -> Any:
-    return await context.executor.call_async("demo.login", inputs)
-
-
-async def wrapped_without_its_context(inputs: dict[str, Any], context: Any) -> Any:
-    try:
-        return await context.executor.call_async("demo.login", inputs)
-    except BaseException as error:
-        raise ModuleError("NO_LOGIN", f"cannot log in: {error!r}") from error
-
-
-async def through_a_third(inputs: dict[str, Any], context: Any) -> Any:
-    return await context.executor.call_async("passing_on", inputs, context)
-
-
-async def in_a_group(inputs: dict[str, Any], context: Any) -> Any:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(context.executor.call_async("demo.login", inputs, context))
-
-
-async def wrapped(inputs: dict[str, Any], context: Any) -> Any:
-    try:
-        return await context.executor.call_async("demo.login", inputs, context)
-    except BaseException as error:
-        raise RuntimeError(f"cannot log in: {error!r}") from error
-
-
-async def reworded(inputs: dict[str, Any], context: Any) -> Any:
-    try:
-        return await context.executor.call_async("demo.login", inputs, context)
-    except BaseException as error:
-        text = f"cannot log in: {error!r}"
-        raise ModuleError("NO_LOGIN", text, {"call_chain": ["reworded"]}, ai_guidance=text) from None
-
-
-async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-    yield {"began": True}
-    await context.executor.call_async("demo.login", inputs, context)
-
-
-WAYS: list[Callable[..., Any]] = [
-    *(passing_on, from_a_thread, through_a_third, in_a_group, wrapped, reworded, streaming),
-    *(without_its_context, wrapped_without_its_context),
-]
-
-
-@pytest.fixture(scope="module")
-def speaking() -> Iterator[dict[str, str]]:
-    """For each way to fail a server of one module that fails so, and of some that call it."""
-    with contextlib.ExitStack() as stack:
-        urls = {}
-        for name, fail in SPEAKING.items():
-            modules: dict[str, Any] = {way.__name__: way for way in WAYS}
-            modules["streaming"] = FunctionalModule(
-                passing_on, stream=streaming, annotations=ModuleAnnotations(streaming=True)
-            )
-            hidden = ModuleAnnotations(discoverable=name != "plain")  # what is not listed has secrets too
-            modules["demo.login"] = login_of(fail, annotations=hidden)
-            urls[name] = stack.enter_context(serving(registry_of(modules)))
-        yield urls
-
-
-@pytest.mark.parametrize("name", SPEAKING)
-async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
-    speaking: dict[str, str], name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    leaks = []
-    async with client_of(speaking[name]) as client:
-        calls = [("demo.login", password) for password in PASSWORDS.values() if name != "plain"]
-        calls += [(way.__name__, PASSWORDS["plain"]) for way in WAYS]
-        for tool, password in calls:
-            # None is part of another, or one's mask would hide that the other has none.
-            secret = {
-                f: password.replace(SECRET, f"{SECRET}-{f}-") for f in ("password", "key", "box", "map", "either")
-            }
-            arguments = {
-                "user": "bob",
-                "password": secret["password"],
-                "pin": PIN,
-                "auth": {"keys": [secret["key"]]},
-                "box": {"deep": {"in": secret["box"]}},
-                "tokens": {"a": secret["map"]},
-                "either": {"key": secret["either"]},
-            }
-            caplog.clear()
-            result = await client.call_tool(tool, arguments)
-            failure(result)
-            (record,) = errors_logged(caplog)
-            assert record.getMessage().startswith(f"Tool call error: {tool} - ")
-            places = {"result": result.model_dump_json(by_alias=True), "log": everything_logged(caplog)}
-            leaks += [(tool, place, word) for place in places for word in (SECRET, str(PIN)) if word in places[place]]
-    assert leaks == []
-
-
-async def test_of_a_tool_with_sensitive_input_the_log_says_what_failed_and_where(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    module = login_of(lambda i: throw(RuntimeError(f"user {i['user']} has no password {i['password']}")))
-    async with connect({"demo.login": module}) as client:
-        failure(await client.call_tool("demo.login", {"user": "bob", "password": TOKEN}), "Internal error occurred")
-    (record,) = errors_logged(caplog)
-    assert "demo.login - RuntimeError: (not shown: it may quote sensitive values)" in record.getMessage()
-    assert re.search(r"test_\w+\.py, line \d+ in throw", record.getMessage())
-
-
-async def test_invalid_input_of_a_tool_with_sensitive_input_is_told_without_its_reason() -> None:
-    module = login_of(lambda i: throw(InvalidInputError(f"user {i['user']} has no password {i['password']}")))
-    async with connect({"demo.login": module}) as client:
-        result = await client.call_tool("demo.login", {"user": "bob", "password": TOKEN})
-    failure(result, "Invalid input")
-
-
-async def test_a_secret_of_a_called_module_is_told_nowhere_by_an_executor_without_an_approval_gate(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    module = login_of(lambda i: throw(InvalidInputError(f"bad password: {i['password']}")))
-    executor = Executor(registry_of({"demo.login": module, "passing_on": passing_on}), strategy="minimal")
-    async with connect(executor) as client:
-        result = await client.call_tool("passing_on", {"user": "bob", "password": TOKEN})
-    failure(result, "Invalid input")
-    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
-
-
-@pytest.mark.parametrize("fail", ["invalid", "raises"])
-async def test_a_secret_that_a_module_was_to_give_is_not_logged(fail: str, caplog: pytest.LogCaptureFixture) -> None:
-    def give(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        if fail == "raises":
-            raise RuntimeError(f"cannot store {TOKEN}")
-        return {"token": [TOKEN]}
-
-    async with connect({"gives.token": FunctionalModule(give, output_schema=SECRETIVE)}) as client:
-        result = await client.call_tool("gives.token", {})
-    failure(result)
-    assert SECRET not in result.model_dump_json() + everything_logged(caplog)
-
-
-async def test_a_secret_that_a_model_computes_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Login(BaseModel):
-        user: str
-
-        @computed_field(json_schema_extra={"x-sensitive": True})  # type: ignore[prop-decorator]
-        @property
-        def token(self) -> str:
-            return TOKEN
-
-    module = FunctionalModule(lambda inputs, context: throw(RuntimeError(f"cannot store {TOKEN}")), output_schema=Login)
-    async with connect({"gives.login": module}) as client:
-        failure(await client.call_tool("gives.login", {}), "Internal error occurred")
-    assert SECRET not in everything_logged(caplog)
+    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)

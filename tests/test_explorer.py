@@ -60,6 +60,7 @@ def explorer() -> Iterator[httpx.Client]:
 # ---- What it shows ----
 
 
+@pytest.mark.requirement("FR-EXPLORER-001", "FR-EXPLORER-006")
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 @pytest.mark.parametrize("prefix", ["/explorer", "/custom/", "/a/b"])
 def test_the_page_is_where_the_prefix_says(transport: str, prefix: str) -> None:
@@ -74,6 +75,7 @@ def test_the_page_is_where_the_prefix_says(transport: str, prefix: str) -> None:
         assert (client.get("/explorer/").status_code == 404) == (at != "/explorer")
 
 
+@pytest.mark.requirement("FR-EXPLORER-001")
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 def test_without_explorer_nothing_of_it_is_there(transport: str) -> None:
     with serving(registry_of(modules()), transport=transport, allow_execute=True) as url:
@@ -90,6 +92,7 @@ def test_the_server_says_what_it_is() -> None:
     assert told == {**expected, "endpoint": "../sse", "allowExecute": True}
 
 
+@pytest.mark.requirement("FR-EXPLORER-002")
 def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
     tools = explorer.get("/explorer/tools").json()
     assert [tool["name"] for tool in tools] == ["image.resize", "t.ask", "t.draw", "t.fail"]
@@ -102,6 +105,7 @@ def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
     assert not {"inputSchema", "outputSchema"} & summary.keys()
 
 
+@pytest.mark.requirement("FR-EXPLORER-003")
 @pytest.mark.parametrize("name", ["image.resize", "image-resize"])
 def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know(explorer: httpx.Client, name: str) -> None:
     tool = explorer.get(f"/explorer/tools/{name}").json()
@@ -139,6 +143,7 @@ async def test_the_endpoint_is_told_relative_to_the_page_wherever_the_app_is_mou
 # ---- What it runs ----
 
 
+@pytest.mark.requirement("FR-EXPLORER-004")
 @pytest.mark.parametrize(
     ("name", "body", "status", "answer"),
     [
@@ -189,6 +194,7 @@ def test_wrong_input_is_told_with_its_field(explorer: httpx.Client) -> None:
     assert [error["field"] for error in told["error_details"]["errors"]] == ["width"]
 
 
+@pytest.mark.requirement("FR-EXPLORER-004")
 def test_execution_is_off_unless_allowed() -> None:
     with serving(registry_of(modules()), explorer=True) as url:
         assert httpx.get(f"{url}/explorer/server").json()["allowExecute"] is False
@@ -252,6 +258,7 @@ async def test_closing_the_request_cancels_the_call() -> None:
 # ---- Who may use it ----
 
 
+@pytest.mark.requirement("FR-EXPLORER-005")
 def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame_it(explorer: httpx.Client) -> None:
     response = explorer.get("/explorer/")
     policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
@@ -316,6 +323,7 @@ def test_on_all_interfaces_a_domain_must_be_allowed_to_reach_the_explorer(
 # ---- What is refused at the start ----
 
 
+@pytest.mark.requirement("FR-EXPLORER-006")
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [

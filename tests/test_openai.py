@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from test_schemas import QUICK, models, subschemas
+from support import QUICK, models, subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
@@ -48,6 +48,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---- The list ----
 
 
+@pytest.mark.requirement("FR-OPENAI-001")
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_every_module_becomes_one_function(count: int) -> None:
     registry = registry_of({f"m{i:03}.run": accepting({"properties": {"x": INTEGER}}) for i in range(count)})
@@ -64,6 +65,7 @@ def test_every_module_becomes_one_function(count: int) -> None:
     ]
 
 
+@pytest.mark.requirement("FR-OPENAI-001")
 def test_the_definitions_are_made_of_plain_built_in_types() -> None:
     """FR-OPENAI-005; a module may well have put subclasses and tuples into its schema."""
 
@@ -86,6 +88,7 @@ def test_the_definitions_are_made_of_plain_built_in_types() -> None:
         assert tools[0]["function"]["parameters"]["properties"]["p"]["enum"] == ["a", 1, 1.5, True, None]
 
 
+@pytest.mark.requirement("FR-EXEC-006")
 def test_an_executor_gives_the_same_list_as_its_registry() -> None:
     registry = registry_of({"m.a": echo, "m.b": accepting({"properties": {"x": INTEGER}})})
     assert to_openai_tools(Executor(registry)) == to_openai_tools(registry) != []
@@ -108,6 +111,7 @@ TAGGED = {
 }
 
 
+@pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
@@ -192,6 +196,7 @@ print(tool["function"]["name"])
 """
 
 
+@pytest.mark.requirement("FR-OPENAI-005")
 @pytest.mark.parametrize("imports", ["allowed", "blocked"])
 def test_definitions_are_made_without_openai_and_without_a_server_stack(imports: str) -> None:
     """FR-OPENAI-005."""
@@ -203,6 +208,7 @@ def test_definitions_are_made_without_openai_and_without_a_server_stack(imports:
 # ---- Names ----
 
 
+@pytest.mark.requirement("FR-OPENAI-002")
 @pytest.mark.parametrize(
     ("module_id", "name"),
     [
@@ -234,6 +240,7 @@ class Hyphened(Registry):
         return dataclasses.replace(definition, module_id=module_id)
 
 
+@pytest.mark.requirement("FR-OPENAI-002")
 def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
     """FR-OPENAI-002: nobody could tell what it stands for when it comes back."""
     registry = Hyphened()
@@ -271,6 +278,7 @@ def test_the_short_names_of_a_process_are_those_of_the_next() -> None:
 # ---- Annotations ----
 
 
+@pytest.mark.requirement("FR-ANNOT-007", "FR-OPENAI-004")
 @pytest.mark.parametrize(
     ("annotations", "suffix"),
     [
@@ -326,6 +334,7 @@ def strict_parameters(schema: Any) -> dict[str, Any]:
     return parameters
 
 
+@pytest.mark.requirement("FR-OPENAI-003")
 def test_strict_mode_follows_the_worked_example() -> None:
     """Tech design 8.3, Example 1, word for word."""
     resize = {
@@ -368,6 +377,7 @@ PART = {"type": "object", "properties": {"b": {**INTEGER, "default": 1}, "a": ST
 PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
 
 
+@pytest.mark.requirement("FR-OPENAI-003")
 @pytest.mark.parametrize(
     ("properties", "required", "expected"),
     [

@@ -7,98 +7,47 @@ from __future__ import annotations
 
 import copy
 import datetime
-import enum
 import json
 import logging
 import math
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
 from apcore.decorator import module
 from conftest import FunctionalModule, connect, echo, registry_of
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field
+from support import (
+    DATA,
+    INTEGER,
+    QUICK,
+    STRING,
+    check,
+    models,
+    mutations,
+    nested,
+    one,
+    subschemas,
+)
 
 from apcore_mcp import to_openai_tools
 
-INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 POINT = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"]}
 TO_POINT = {"$ref": "#/$defs/Point"}
 NEVER: dict[str, Any] = {"not": {}}
 LATEST, DRAFT_7 = "https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"
 
 
-def one(schema: Any, **rest: Any) -> dict[str, Any]:
-    """An object schema whose one property, `p`, has `schema`."""
-    return {"type": "object", "properties": {"p": schema}, **rest}
-
-
 def pointed(schema: Any) -> dict[str, Any]:
     return one(schema, **{"$defs": {"Point": POINT}})
-
-
-def nested(levels: int, inner: Any = STRING) -> Any:
-    for _ in range(levels):
-        inner = one(inner)
-    return inner
 
 
 def chain(length: int) -> dict[str, Any]:
     """A schema with `length` references inside each other."""
     definitions: dict[str, Any] = {f"D{i}": one({"$ref": f"#/$defs/D{i + 1}"}) for i in range(1, length)}
     return one({"$ref": "#/$defs/D1"}, **{"$defs": {**definitions, f"D{length}": STRING}})
-
-
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every schema in `schema`, by the keywords that hold schemas: what stands elsewhere is data."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for keyword in ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"):
-        for inner in schema.get(keyword, {}).values():
-            yield from subschemas(inner)
-    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        for inner in schema.get(keyword, ()):
-            yield from subschemas(inner)
-    for keyword in "items contains additionalProperties propertyNames not if then else".split():
-        yield from subschemas(schema.get(keyword))
-    for keyword in ("unevaluatedItems", "unevaluatedProperties", "contentSchema"):
-        yield from subschemas(schema.get(keyword))
-
-
-def containers(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from containers(inner)
-
-
-def check(schema: dict[str, Any]) -> dict[str, Any]:
-    """Convert `schema`, prove what holds for every conversion, and return the result."""
-    before = copy.deepcopy(schema)
-    registry = registry_of({"some.module": FunctionalModule(echo, input_schema=schema)})
-
-    def convert() -> dict[str, Any]:
-        (tool,) = to_openai_tools(registry)
-        parameters: dict[str, Any] = tool["function"]["parameters"]
-        return parameters
-
-    result, untouched = convert(), convert()
-    assert result == untouched
-    assert result["type"] == "object"
-    assert not result.keys() & {"$defs", "definitions"}
-    assert not [node for node in subschemas(result) if "$ref" in node]
-    Draft202012Validator.check_schema(result)
-    parts = list(containers(result))
-    assert len({id(part) for part in parts}) == len(parts), "two places share one object"
-    for part in parts:
-        part.clear()
-    assert schema == before, "the module's own schema was changed"
-    assert convert() == untouched
-    return untouched
 
 
 SIMPLE = one(STRING)
@@ -196,6 +145,7 @@ CONVERTED = {
 """What a module declares, and what its clients are given."""
 
 
+@pytest.mark.requirement("FR-SCHEMA-001", "FR-SCHEMA-002", "FR-SCHEMA-003")
 @pytest.mark.parametrize(("declared", "expected"), CONVERTED.values(), ids=CONVERTED)
 def test_a_schema_comes_out_self_contained(declared: dict[str, Any], expected: dict[str, Any]) -> None:
     assert check(declared) == expected
@@ -224,6 +174,7 @@ def test_constraints_beside_a_reference_hold_as_well(
     assert [value for value in accepted + refused if validator.is_valid({"p": value})] == accepted
 
 
+@pytest.mark.requirement("FR-SCHEMA-006")
 def test_every_type_and_keyword_is_kept() -> None:
     properties: dict[str, Any] = {
         name: {"type": name} for name in ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -259,9 +210,6 @@ LOOP: dict[str, Any] = {"type": "object"}
 LOOP["properties"] = {"p": LOOP}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
 CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
-DATA: Any = []
-for _ in range(5_000):
-    DATA = [DATA]
 REFUSED = {
     "circular": (one({"$ref": "#/$defs/A"}, **CYCLE), "A -> B -> A"),
     "refers-to-itself": (one({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}), "A -> A"),
@@ -290,6 +238,7 @@ REFUSED = {
 """Schemas that no client could use, and a word that the reason has to say."""
 
 
+@pytest.mark.requirement("FR-SCHEMA-003")
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
 @pytest.mark.parametrize(
     ("schema", "word"),
@@ -331,6 +280,7 @@ def test_a_property_called_like_a_keyword_is_a_property() -> None:
 # ---- What is served ----
 
 
+@pytest.mark.requirement("FR-SCHEMA-001", "FR-SCHEMA-004")
 async def test_the_served_list_shows_the_same_schemas_as_the_openai_list(mode: str) -> None:
     """FR-SCHEMA-004: `parameters` is identical to MCP's `inputSchema`."""
     modules = {
@@ -355,6 +305,7 @@ async def test_wrong_arguments_are_told_in_the_order_of_the_schema(mode: str) ->
     assert [line.split(":")[0] for line in lines] == [f"- {name}" for name in names]
 
 
+@pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
 async def test_one_circular_module_of_five_leaves_four_tools(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """NFR-REL-002."""
     circular = FunctionalModule(echo, input_schema=REFUSED["circular"][0])
@@ -469,6 +420,7 @@ async def test_what_else_a_marked_value_may_be_is_never_listed(schema: dict[str,
     assert "shown" in listed
 
 
+@pytest.mark.requirement("FR-SCHEMA-005")
 async def test_an_output_schema_is_advertised_when_it_promises_an_object(mode: str) -> None:
     modules = {
         f"out.{name}": FunctionalModule(echo, input_schema=one(FORMATS["time"]), output_schema=copy.deepcopy(declared))
@@ -581,118 +533,8 @@ async def test_an_output_with_a_sensitive_field_is_promised_only_where_it_is_sho
 
 # ---- Real models ----
 
-# The same examples in every run, and no search for a smaller one: that can take minutes.
-QUICK = settings(
-    max_examples=60,
-    derandomize=True,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 
-
-class Colour(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Value(NamedTuple):
-    """One value in three forms: as a caller writes it, as strict mode makes a model write it, and as it comes back."""
-
-    plain: Any
-    sent: Any
-    back: Any
-
-
-ABSENT = object()
-
-Shape = tuple[Any, st.SearchStrategy[Value], bool]
-"""A type annotation, the values that it accepts, and whether null is one."""
-
-LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
-    (str, st.text("ab1", max_size=3)),
-    (int, st.integers(-9, 9)),
-    (bool, st.booleans()),
-    (float, st.floats(-9, 9, width=16)),
-    (Literal["a", "b"], st.sampled_from("ab")),
-    (Colour, st.sampled_from(["red", "blue"])),
-    (Annotated[int, Field(ge=0, le=5)], st.integers(0, 5)),
-    (int | str, st.integers(0, 5) | st.text("ab", max_size=2)),
-]
-
-
-@st.composite
-def shapes(draw: st.DrawFn, depth: int, maps: bool) -> Shape:
-    """A type of up to `depth` levels. With `maps`, also what strict mode cannot say: dicts and tuples."""
-    deep = ["list", "model", "union", "tagged", *(["dict", "tuple"] if maps else [])]
-    kind = draw(st.sampled_from([*(deep if depth else []), "leaf", "null"]))
-    if kind == "leaf":
-        annotation, plain = draw(st.sampled_from(LEAVES))
-        return annotation, plain.map(lambda x: Value(x, x, x)), False
-    if kind == "model":
-        return draw(models(depth - 1, maps))
-    if kind in ("union", "tagged"):
-        ends = ("x", "y") if kind == "union" else ("", "")
-        tags = (None, None) if kind == "union" else ("x", "y")
-        sides = [draw(models(depth - 1, maps, end, tag)) for end, tag in zip(ends, tags, strict=True)]
-        either: Any = sides[0][0] | sides[1][0]
-        if kind == "tagged":
-            either = Annotated[either, Field(discriminator="kind")]
-        return either, sides[0][1] | sides[1][1], False
-    inner, values, _ = draw(shapes(depth - 1, maps) if depth else shapes(0, maps).filter(lambda s: not s[2]))
-    if kind == "null":
-        return inner | None, st.just(Value(None, None, None)) | values, True
-    if kind == "dict":
-        return dict[str, inner], st.dictionaries(st.sampled_from("ab$"), values, max_size=2).map(whole), False
-    if kind == "tuple":
-        return tuple[inner, int], st.tuples(values, st.just(Value(1, 1, 1))).map(whole), False
-    return list[inner], st.lists(values, max_size=2).map(whole), False
-
-
-def whole(parts: Any) -> Value:
-    """A list, tuple or dict of values as one value."""
-    if isinstance(parts, dict):
-        forms = ({k: v[form] for k, v in parts.items() if v[form] is not ABSENT} for form in range(3))
-        return Value(*forms)
-    return Value(*([value[form] for value in parts] for form in range(3)))
-
-
-@st.composite
-def models(draw: st.DrawFn, depth: int = 2, maps: bool = False, end: str = "", tag: str | None = None) -> Shape:
-    """A pydantic model of fields whose names end in `end`; `tag` is what its field `kind` always says."""
-    fields: dict[str, Any] = {}
-    values: dict[str, st.SearchStrategy[Value]] = {}
-    if tag is not None:
-        fields["kind"], values["kind"] = (Literal[tag], ...), st.just(Value(tag, tag, tag))
-    for name in draw(st.lists(st.sampled_from(["a", "b", "default", "title"]), min_size=1, max_size=3, unique=True)):
-        annotation, present, nullable = draw(shapes(depth, maps))
-        required = draw(st.booleans())
-        fields[name + end] = (annotation, Field(... if required else None, description="its own"))
-        absent = st.just(Value(ABSENT, None, None if nullable else ABSENT))
-        values[name + end] = present if required else present | absent
-    model = create_model(f"M{draw(st.integers(0, 10**6))}", **fields)
-    return model, st.fixed_dictionaries(values).map(whole), False
-
-
-JUNK = st.sampled_from([None, True, -1, 2.5, "zz", "red", [], [None], {}, {"kind": "x"}, {"a": 1}])
-
-
-def mutations(value: Any) -> st.SearchStrategy[Any]:
-    """`value` with something in it replaced, left out or added."""
-    options = [JUNK]
-    if isinstance(value, dict):
-        names = st.sampled_from(["a", "ax", "kind", "z"])
-        options.append(st.builds(lambda name, junk: {**value, name: junk}, names, JUNK))
-        for key in value:
-            options.append(st.just({k: v for k, v in value.items() if k != key}))
-            options.append(mutations(value[key]).map(lambda new, key=key: {**value, key: new}))
-    if isinstance(value, list):
-        options.append(JUNK.map(lambda junk: [*value, junk]))
-        for index, item in enumerate(value):
-            options.append(mutations(item).map(lambda new, i=index: [*value[:i], new, *value[i + 1 :]]))
-    return st.one_of(options)
-
-
+@pytest.mark.requirement("FR-SCHEMA-006")
 @QUICK
 @given(st.data())
 def test_the_schema_of_a_real_model_accepts_the_same_values_as_before(data: st.DataObject) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ROOT
 
 import apcore_mcp.core
@@ -81,6 +82,7 @@ def code_tokens(path: Path) -> tuple[int, int]:
     return len(lines), len(tokens)
 
 
+@pytest.mark.requirement("NFR-MAINT-001")
 def test_the_package_grows_no_further() -> None:
     """1,200 lines were asked for; what is served beyond has its price in tokens, as lines can be had by packing."""
     sizes = [code_tokens(path) for path in Path(apcore_mcp.core.__file__).parent.glob("*.py")]
@@ -89,6 +91,7 @@ def test_the_package_grows_no_further() -> None:
     assert tokens / lines <= 11.5
 
 
+@pytest.mark.requirement("NFR-MAINT-002", "NFR-COMPAT-001", "NFR-COMPAT-002", "NFR-COMPAT-003", "NFR-PORT-002")
 def test_what_the_project_declares_is_what_is_required() -> None:
     """Python 3.11 to 3.14, apcore and the MCP SDK and nothing else on any platform, 95 % of lines and branches."""
     declared: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -102,6 +105,7 @@ def test_what_the_project_declares_is_what_is_required() -> None:
     assert declared["tool"]["coverage"]["report"]["fail_under"] >= 95
 
 
+@pytest.mark.requirement("NFR-MAINT-003")
 def test_everything_public_is_annotated() -> None:
     assert Path(apcore_mcp.core.__file__).with_name("py.typed").exists()
     public = [getattr(apcore_mcp, name) for name in apcore_mcp.__all__]
@@ -114,3 +118,23 @@ def test_everything_public_is_annotated() -> None:
         assert signature.return_annotation is not inspect.Signature.empty, function
         for name, parameter in signature.parameters.items():
             assert parameter.annotation is not inspect.Parameter.empty or name == "self", (function, name)
+
+
+# How many requirements the specification has of each kind, numbered from 001.
+REQUIREMENTS = {
+    "FR-SCHEMA": 6, "FR-ANNOT": 7, "FR-EXEC": 7, "FR-ERROR": 11, "FR-SERVER": 11, "FR-TRANSPORT": 5, "FR-OPENAI": 7,
+    "FR-CLI": 8, "FR-DYNAMIC": 4, "FR-LOG": 5, "FR-FILTER": 3, "FR-HEALTH": 2, "FR-RESOURCE": 2, "FR-STREAM": 1,
+    "FR-EXT": 3, "FR-EXPLORER": 6, "NFR-PERF": 4, "NFR-SEC": 3, "NFR-REL": 3, "NFR-MAINT": 4, "NFR-COMPAT": 4,
+    "NFR-PORT": 2,
+}  # fmt: skip
+
+
+def test_each_requirement_has_a_test_that_names_it() -> None:
+    """Which test proves what: `grep -rA3 '"FR-ERROR-006"' tests`."""
+    named: set[str] = set()
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.requirement":
+                named.update(argument.value for argument in node.args if isinstance(argument, ast.Constant))
+    required = {f"{kind}-{number:03}" for kind, count in REQUIREMENTS.items() for number in range(1, count + 1)}
+    assert named == required

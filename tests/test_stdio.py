@@ -1,4 +1,8 @@
-"""One client over stdin and stdout (FR-TRANSPORT-001, -002, -005, FR-SERVER-001, -005, NFR-REL-001; design §3 stdio,
+"""What lives as long as a server does: the announcements of changes, the streams that clients listen on, sessions, and
+how all of these end (FR-DYNAMIC, NFR-REL-001; design "Dynamic", "Shutdown").
+
+
+One client over stdin and stdout (FR-TRANSPORT-001, -002, -005, FR-SERVER-001, -005, NFR-REL-001; design §3 stdio,
 Shutdown, Cancellation; §4). Real processes over real pipes, sockets, files and terminals.
 """
 
@@ -17,13 +21,68 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANDSHAKE, MODERN, PROGRAM, ROOT, RawClient, command, stdio_parameters
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    PROGRAM,
+    ROOT,
+    RawClient,
+    command,
+    stdio_parameters,
+)
 from mcp.client import Client
-from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOCOL_VERSION_META_KEY
+from support import (
+    META,
+    call,
+    ended_well,
+    line,
+    messages,
+    request,
+    wait_for_stderr,
+)
+
+
+@pytest.mark.parametrize("kind", ["file", "terminal"])
+def test_the_last_answer_reaches_a_file_and_a_terminal(kind: str, tmp_path: Path) -> None:
+    program = """
+@tool
+async def big(inputs, context):
+    return {"text": "x" * 10_000_000}
+
+serve(registry)
+"""
+    stamp = {"protocolVersion": MODERN, "clientInfo": {"name": "raw", "version": "1"}, "clientCapabilities": {}}
+    meta = {META + key: value for key, value in stamp.items()}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "t.big", "_meta": meta}}
+    asked, target = tmp_path / "asked", tmp_path / "answers"
+    asked.write_text(json.dumps(message) + "\n")
+    received = bytearray()
+    arguments = [sys.executable, "-c", PROGRAM + program]
+    with asked.open("rb") as stdin:
+        if kind == "file":
+            with target.open("wb") as stdout:
+                assert subprocess.run(arguments, stdin=stdin, stdout=stdout, timeout=30).returncode == 0
+            received += target.read_bytes()
+        else:
+            ours, theirs = os.openpty()
+            process = subprocess.Popen(arguments, stdin=stdin, stdout=theirs)
+            os.close(theirs)
+            while data := _read(ours):
+                received += data
+            os.close(ours)
+            assert process.wait(timeout=30) == 0
+    assert json.loads(received)["result"]["structuredContent"] == {"text": "x" * 10_000_000}
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65_536)
+    except OSError:  # the end of a terminal
+        return b""
+
 
 VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 """Every version with a handshake, oldest first."""
-
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
 BENCH = """
@@ -121,31 +180,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def request(request_id: int | str, method: str, **params: Any) -> dict[str, Any]:
-    """A request of 2026-07-28, which needs no handshake."""
-    meta = {
-        PROTOCOL_VERSION_META_KEY: MODERN,
-        CLIENT_INFO_META_KEY: {"name": "raw", "version": "1"},
-        CLIENT_CAPABILITIES_META_KEY: {},
-    }
-    return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": {**params, "_meta": meta}}
-
-
-def call(request_id: int | str, tool: str, **arguments: Any) -> dict[str, Any]:
-    return request(request_id, "tools/call", name=tool, arguments=arguments)
-
-
-def line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def messages(stdout: bytes) -> list[dict[str, Any]]:
-    """What went to stdout, every line of which must be a JSON-RPC message."""
-    decoded = [json.loads(text) for text in stdout.splitlines()]
-    assert all(message["jsonrpc"] == "2.0" for message in decoded)
-    return decoded
-
-
 def converse(arguments: list[str], sent: bytes) -> tuple[list[dict[str, Any]], str]:
     """Send everything, close stdin, and return the messages and stderr of a server that ended well."""
     completed = subprocess.run(arguments, input=sent, capture_output=True, cwd=ROOT, timeout=40)
@@ -160,16 +194,6 @@ def structured(answers: list[dict[str, Any]]) -> dict[Any, Any]:
     return {answer["id"]: answer["result"]["structuredContent"] for answer in answers}
 
 
-def wait_for_stderr(client: RawClient, words: str) -> None:
-    assert client.process.stderr is not None
-    seen = []
-    while text := client.process.stderr.readline().decode():
-        seen.append(text)
-        if words in text:
-            return
-    raise AssertionError(f"the server ended without saying {words!r}: {''.join(seen)}")
-
-
 def run(client: RawClient, tool: str, **arguments: Any) -> None:
     """Make a call (of id 1) and wait until it is being executed."""
     client.send_line(line(call(1, tool, **arguments)).strip())
@@ -182,15 +206,7 @@ def hang_up(client: RawClient) -> None:
     client.process.stdin = None
 
 
-def ended_well(client: RawClient, seconds: float = 15) -> None:
-    """The server ends in time by itself: exit status 0 and no traceback. Its stdin is left as it is."""
-    assert client.process.wait(timeout=seconds) == 0
-    assert client.process.stderr is not None
-    stderr = client.process.stderr.read().decode()
-    assert "Traceback" not in stderr, stderr
-    assert "Exception" not in stderr, stderr
-
-
+@pytest.mark.requirement("FR-SERVER-001")
 def test_every_handshake_is_answered_in_its_own_version_and_an_unknown_one_in_the_latest(bench: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         clients = {version: stack.enter_context(RawClient(bench)) for version in (*VERSIONS, "1999-12-31")}
@@ -215,6 +231,7 @@ def test_a_client_of_2026_needs_no_handshake_and_may_ask_what_the_server_can(ben
     assert answers["three"]["structuredContent"] == {"n": 3}
 
 
+@pytest.mark.requirement("FR-TRANSPORT-001", "FR-CLI-001")
 async def test_the_sdk_client_lists_and_calls_the_tools_of_the_command_line(mode: str) -> None:
     async with Client(stdio_parameters(), mode=mode, cache=None, read_timeout_seconds=30) as client:
         names = {tool.name for tool in (await client.list_tools()).tools}
@@ -223,6 +240,7 @@ async def test_the_sdk_client_lists_and_calls_the_tools_of_the_command_line(mode
     assert result.structured_content == {"value": 1000.0, "unit": "m", "kind": "length"}
 
 
+@pytest.mark.requirement("FR-TRANSPORT-001")
 def test_nothing_a_module_prints_reaches_the_client_nor_what_the_client_sends_a_module(bench: list[str]) -> None:
     """Python's and C's buffers, the descriptor itself and child processes; also before `serve()`."""
     answers, stderr = converse(bench, line(call(1, "t.noisy")) + line(call(2, "t.echo", n=2)))
@@ -355,6 +373,7 @@ def test_two_thousand_calls_can_be_written_before_the_first_answer_is_read(bench
         assert client.process.returncode == 0
 
 
+@pytest.mark.requirement("FR-TRANSPORT-005", "NFR-REL-001")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_once_what_runs_is_answered(
     bench: list[str], tmp_path: Path, number: signal.Signals
@@ -450,6 +469,7 @@ def test_a_question_that_nobody_is_left_to_answer_has_no_answer_at_once(bench: l
         assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
 
 
+@pytest.mark.requirement("FR-TRANSPORT-002")
 def test_a_client_that_vanishes_ends_the_server(bench: list[str], tmp_path: Path) -> None:
     """Both pipes at once, with or without a call running, or only the end that reads."""
     gate = tmp_path / "gate"
@@ -517,6 +537,7 @@ def test_sockets_serve_as_well_as_pipes(bench: list[str], pairs: int) -> None:
     assert (process.returncode, b"Traceback" in stderr) == (0, False)
 
 
+@pytest.mark.requirement("NFR-PORT-001")
 def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
     """`python -m apcore_mcp … <requests >answers`, with a line in between that is so long that it is more than one."""
     source, target = tmp_path / "requests", tmp_path / "answers"
@@ -530,12 +551,14 @@ def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
     assert {answer["id"] for answer in answers if "result" in answer} == {0, 1}
 
 
+@pytest.mark.requirement("FR-TRANSPORT-002")
 def test_no_input_at_all_ends_the_server_at_once() -> None:
     completed = subprocess.run(command(), stdin=subprocess.DEVNULL, capture_output=True, cwd=ROOT, timeout=15)
     assert (completed.returncode, completed.stdout) == (0, b"")
     assert b"Traceback" not in completed.stderr
 
 
+@pytest.mark.requirement("NFR-PORT-001")
 def test_a_terminal_is_served_and_an_interrupt_ends_it() -> None:
     """The thread that waits for the terminal must not hold up the exit (design §3, stdio)."""
     tty = pytest.importorskip("tty")

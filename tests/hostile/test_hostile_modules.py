@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import HANDSHAKE, MODERN, PROGRAM, ROOT, RawClient
-from test_eras import initialize_params, message
-from test_stdio import call, line, messages
+from support import call, initialize_params, line, message, messages
 
 ECHO = """
 @tool
@@ -115,6 +114,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return script(tmp_path_factory.mktemp("modules"), body)
 
 
+@pytest.mark.requirement("FR-EXEC-007")
 def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_served(
     hostile: list[str], mode: str
 ) -> None:
@@ -415,6 +415,7 @@ TELLING_TOOLS = """keep keep_later fail fail_later exit_later fail_after_the_tim
 wrong_output unsayable_output calls_below""".split()
 
 
+@pytest.mark.requirement("NFR-SEC-002")
 @pytest.mark.parametrize(
     ("mode", "validate"), [(HANDSHAKE, False), (MODERN, True)], ids=["apcore-validates", "validate-inputs"]
 )

@@ -32,8 +32,16 @@ from conftest import (
     serving,
     until,
 )
-from test_eras import answer, handshake, message, modern
-from test_stdio import call, line, messages, request
+from support import (
+    answer,
+    call,
+    handshake,
+    line,
+    message,
+    messages,
+    modern,
+    request,
+)
 
 from apcore_mcp import report_progress
 

@@ -39,6 +39,7 @@ def call(client: RawClient, request_id: int, name: str, arguments: dict[str, Any
     return result
 
 
+@pytest.mark.requirement("NFR-COMPAT-004")
 @pytest.mark.parametrize("capabilities", CAPABILITIES, ids=["2025", "2026"])
 def test_the_opening_is_answered_as_it_expects(capabilities: str) -> None:
     with RawClient(command()) as client:

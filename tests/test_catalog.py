@@ -1,33 +1,41 @@
-"""Modules and servers that come and go all the time: every answer is right for a moment of its call or a proper "not
-found", who listens ends with the exact list, and of a server that has ended nothing is left (FR-DYNAMIC-*,
-NFR-REL-003).
+"""The list of tools while modules come and go: every answer is right for a moment of its call, and who listens ends
+with the exact list (FR-DYNAMIC-*, NFR-REL-003).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
-import os
-import sys
 import threading
-import weakref
 from typing import Any
 
 import httpx
+import mcp_types as types
 import pytest
-from apcore import Registry
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, free_port, registry_of, serving, until
+from apcore import Executor, Registry
+from conftest import (
+    HANDSHAKE,
+    FunctionalModule,
+    connect,
+    echo,
+    free_port,
+    registry_of,
+    serving,
+)
 from mcp.client import Client
 from mcp.shared.exceptions import MCPError
-from test_live import followed, listed, text_of
+from support import (
+    ERAS,
+    CountingRegistry,
+    clog,
+    followed,
+    listed,
+    text_of,
+)
 
-from apcore_mcp import MCP_PROGRESS_KEY, MCPServer, async_serve, to_openai_tools
-
-ERAS = (HANDSHAKE, MODERN)
-
+from apcore_mcp import MCPServer, async_serve, to_openai_tools
 
 # ---- Modules ----
 
@@ -122,6 +130,7 @@ async def use(shelf: Shelf, client: Client, turns: int) -> None:
         assert refusal == {"message": "Resource not found", "data": {"uri": f"docs://{module_id}"}}
 
 
+@pytest.mark.requirement("NFR-REL-003")
 async def test_every_answer_is_right_for_a_moment_of_its_call_while_threads_replace_modules(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -231,111 +240,160 @@ async def test_who_reads_while_another_thread_takes_a_change_in_sees_the_change(
     assert counts == {"first": 2, "second": 2}
 
 
-# ---- Servers ----
+# ---- Tools that come and go ----
 
 
-class Source(Registry):
-    """Can be seen to be forgotten."""
+@pytest.mark.requirement("FR-DYNAMIC-001", "FR-DYNAMIC-002", "FR-DYNAMIC-003")
+@pytest.mark.parametrize("transport", ["streamable-http", "stdio"])
+async def test_a_client_is_told_of_new_and_gone_modules_and_finds_the_list_changed(mode: str, transport: str) -> None:
+    async with followed(None, mode, transport=transport) as (client, changes), asyncio.timeout(30):
+        await client.session.call_tool("grow")  # the first it asks for; it has not listed
+        await changes.get()
+        assert "grown" in await listed(client)
+        assert (await client.call_tool("grown", {"a": 1})).structured_content == {"a": 1}
+        await client.call_tool("shrink")
+        await changes.get()
+        assert "grown" not in await listed(client)
+        gone = await client.call_tool("grown", {"a": 1})
+        assert gone.is_error
+        assert text_of(gone) == "Module not found: grown"
 
 
-def held() -> tuple[int, int]:
-    """How many descriptors and threads this process has."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+async def test_the_handshake_promises_that_changes_are_announced() -> None:
+    async with connect({"a": echo}, mode=HANDSHAKE) as client:
+        assert client.server_capabilities.tools is not None
+        assert client.server_capabilities.tools.list_changed is True
 
 
-entered = threading.Semaphore(0)
+@pytest.mark.parametrize("transport", ["streamable-http", "stdio"])
+async def test_a_client_that_says_hello_again_is_told_of_a_change_once_and_leaves_no_task(transport: str) -> None:
+    about = types.InitializeRequestParams(
+        protocol_version="2025-11-25",
+        capabilities=types.ClientCapabilities(),
+        client_info=types.Implementation(name="x", version="1"),
+    )
+    async with followed(None, HANDSHAKE, transport=transport) as (client, changes), asyncio.timeout(30):
+
+        async def tasks() -> int:
+            return len((await client.call_tool("tasks")).structured_content["tasks"])  # type: ignore[index]
+
+        before = await tasks()
+        for _ in range(5):
+            await client.session.send_request(types.InitializeRequest(params=about), types.InitializeResult)
+        while await tasks() > before:
+            pass  # the timeout above is the limit
+        for change in ("grow", "shrink"):
+            await client.call_tool(change)
+            await changes.get()
+        await tasks()  # whatever else was sent meanwhile has arrived before this answer
+        assert changes.empty()
 
 
-async def visit(url: str, server: MCPServer, mode: str) -> list[Any]:
-    """Stop the server while its client listens and calls; what the client was told until then."""
-    told: list[Any] = []
-    with contextlib.suppress(Exception):  # what the client makes of a stream that ends is its own affair
-        async with asyncio.timeout(15), followed(None, mode, url=url) as (client, _):
-            told.append(await listed(client))
-            told.append((await client.call_tool("stays", {"a": 1})).structured_content)
-            running = asyncio.create_task(client.session.call_tool("waits", {}))
-            await asyncio.to_thread(entered.acquire, timeout=10)
-            server.stop()
-            told.append((await running).structured_content)
-    return told
+async def test_two_hundred_registrations_from_four_threads_are_announced_as_one(mode: str) -> None:
+    async with followed(None, mode) as (client, changes), asyncio.timeout(30):
+        await client.call_tool("burst")
+        await changes.get()
+        assert sum(name.startswith("burst.") for name in await listed(client)) == 200
+        for _ in range(20):  # whatever else was sent meanwhile arrives before these answers
+            await client.call_tool("tasks")
+        assert changes.qsize() <= 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_ten_servers_that_end_in_the_middle_of_things_leave_nothing() -> None:
-    """Each serves a registry of its own, of which nothing is left either."""
-    registries: list[weakref.ref[Source]] = []
+async def test_a_client_that_lists_only_when_told_ends_with_the_whole_list(mode: str) -> None:
+    registry = registry_of()
 
-    async def waits(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        entered.release()
-        await asyncio.sleep(0.05)
-        return {"waited": True}
+    def register(thread: int) -> None:
+        for number in range(50):
+            registry.register(f"burst.m{thread}_{number}", FunctionalModule(echo))
 
-    def live(turn: int) -> None:
-        registry = Source()
-        registries.append(weakref.ref(registry))
-        registry.register("stays", FunctionalModule(echo))
-        registry.register("waits", FunctionalModule(waits))
-        port = free_port()
-        server = MCPServer(registry, transport="streamable-http", port=port, explorer=True)
-        server.start()
-        told = asyncio.run(visit(f"http://127.0.0.1:{port}", server, ERAS[turn % 2]))
-        assert told == [["stays", "waits"], {"a": 1}, {"waited": True}]
-        server.wait()
-
-    for turn in range(2):  # whatever is imported and cached on first use is no leak
-        live(turn)
-    before = held()
-    for turn in range(10):
-        live(turn)
-    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
-    until(lambda: gc.collect() is not None and not [1 for registry in registries if registry() is not None])
+    async with followed(registry, mode) as (client, changes), asyncio.timeout(30):
+        threads = [threading.Thread(target=register, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        names: list[str] = []
+        while len(names) < 200:
+            await changes.get()
+            names = await listed(client)
+        assert names == sorted({f"burst.m{thread}_{number}" for thread in range(4) for number in range(50)})
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_server_that_many_threads_start_and_stop_ends_as_it_was_told_last() -> None:
-    server = MCPServer(registry_of({"stays": echo}), transport="streamable-http", port=free_port())
-    server.start()
-    server.stop()
-    server.wait()
-    before = held()
-    errors: list[BaseException] = []
+@pytest.mark.requirement("FR-DYNAMIC-004", "NFR-REL-003")
+async def test_lists_and_calls_stay_consistent_while_threads_change_the_registry() -> None:
+    registry = registry_of({"stay": echo})
+    churned = [f"churn.m{number}" for number in range(3)]
+    end = threading.Event()
 
-    def toggle() -> None:
+    def churn(module_id: str) -> None:
+        while not end.wait(0.0005):
+            registry.register(module_id, FunctionalModule(echo))
+            registry.unregister(module_id)
+
+    async def use(url: str, mode: str) -> None:
+        async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+            for turn in range(15):
+                names = await listed(client)
+                assert names == sorted(set(names))
+                assert {"stay"} <= set(names) <= {"stay", *churned}
+                for module_id in ("stay", churned[turn % 3]):
+                    result = await client.session.call_tool(module_id, {"turn": turn})
+                    if result.is_error:
+                        assert text_of(result) == f"Module not found: {module_id}" != "Module not found: stay"
+                    else:
+                        assert result.structured_content == {"turn": turn}
+
+    threads = [threading.Thread(target=churn, args=(module_id,)) for module_id in churned]
+    with serving(registry) as url:
+        for thread in threads:
+            thread.start()
         try:
-            for _ in range(10):
-                server.start()
-                server.stop()
-                server.wait()
-        except BaseException as error:  # for the test to see
-            errors.append(error)
-
-    threads = [threading.Thread(target=toggle, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "start, stop and wait hold each other up"
-    server.stop()
-    server.wait()
-    assert errors == []
-    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
-
-
-async def test_a_call_that_has_ended_leaves_nothing_to_the_garbage_collector(mode: str) -> None:
-    """Or each would bring the next collection nearer, which goes through all that the process holds."""
-    held: list[weakref.ref[Any]] = []
-
-    async def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        held.append(weakref.ref(context.data[MCP_PROGRESS_KEY]))
-        return {}
-
-    async with connect({"note": note}, mode=mode) as client:
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(5):
-                await client.call_tool("note")
-            assert [reference() for reference in held[:4]] == [None] * 4
+            await asyncio.gather(use(url, HANDSHAKE), use(url, "2026-07-28"))
         finally:
-            gc.enable()
+            end.set()
+            for thread in threads:
+                thread.join()
+        async with Client(f"{url}/mcp", mode="2026-07-28", cache=None) as client:
+            assert await listed(client) == ["stay"]
+
+
+async def test_a_client_that_does_not_read_its_stream_holds_nobody_up() -> None:
+    registry = registry_of({"big": lambda inputs, context: {"text": "x" * 8_000_000}})
+    with serving(registry, transport="sse") as url, contextlib.closing(await asyncio.to_thread(clog, url)):
+        async with followed(None, HANDSHAKE, transport="sse", url=url) as (client, changes), asyncio.timeout(20):
+            for number in range(5):
+                registry.register(f"m{number}", FunctionalModule(echo))
+                await changes.get()
+                assert f"m{number}" in await listed(client)
+
+
+def test_a_server_that_has_ended_no_longer_listens_to_the_registry(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CountingRegistry()
+    server = Executor(registry)
+    before = list(registry.listeners)
+    with serving(server):
+        assert {event for event, _ in registry.listeners[len(before) :]} == {"register", "unregister"}
+    assert registry.listeners == before
+    caplog.clear()
+    registry.register("late", FunctionalModule(echo, input_schema={"type": "string"}))  # a WARNING, if somebody looked
+    assert not [record for record in caplog.records if record.name.startswith("apcore_mcp")]
+
+
+def test_a_start_that_fails_leaves_nothing_on_the_registry() -> None:
+    class Unlisted(CountingRegistry):
+        def list(self, *args: Any, **kwargs: Any) -> list[str]:
+            raise OSError("its store has gone")
+
+    registry = Unlisted()
+    server = MCPServer(registry, transport="streamable-http", port=free_port())
+    with pytest.raises(OSError, match="its store has gone"):
+        server.start()
+    assert registry.listeners == []
+
+
+@pytest.mark.parametrize("tags", [[["a"]], [{"a": 1}, "public"], "public", 7], ids=str)
+async def test_tags_that_are_no_texts_keep_no_other_module_from_the_list(tags: Any) -> None:
+    registry = registry_of({"t.odd": FunctionalModule(echo, tags=tags), "t.other": FunctionalModule(echo, tags=["x"])})
+    async with connect(registry, tags=["public"]) as client:
+        assert set(await listed(client)) <= {"t.odd"}
+        registry.register("t.odder", FunctionalModule(echo, tags=tags))
+        registry.register("t.new", FunctionalModule(echo, tags=["public"]))
+        assert set(await listed(client)) - {"t.odd", "t.odder"} == {"t.new"}

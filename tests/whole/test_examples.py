@@ -24,7 +24,7 @@ from mcp import MCPError
 from mcp.client import Client
 from pydantic_core import to_jsonable_python
 from starlette.testclient import TestClient
-from test_eras import answer, modern
+from support import answer, modern
 
 import apcore_mcp
 from apcore_mcp import MCPServer

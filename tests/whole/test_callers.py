@@ -27,7 +27,7 @@ from mcp_types import ElicitResult, InputRequiredResult
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from test_eras import ACCEPT, initialize_params, message
+from support import ACCEPT, initialize_params, message
 
 from apcore_mcp import async_serve, elicit
 
@@ -181,6 +181,7 @@ async def test_without_middleware_every_caller_is_anonymous(mode: str) -> None:
         assert (await client.call_tool("whoami")).structured_content == {"caller": None}
 
 
+@pytest.mark.requirement("NFR-SEC-001")
 async def test_an_acl_decides_by_role_over_http(mode: str) -> None:
     rules = [ACLRule(callers=["@external"], targets=["whoami"], effect="allow", conditions={"roles": ["write"]})]
     acl = ACL(rules=rules, default_effect="deny")

@@ -24,7 +24,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, RootModel, SecretStr, Tag
-from test_schemas import QUICK, check, models, mutations, nested, one, subschemas
+from support import QUICK, check, models, mutations, nested, one, subschemas
 from typing_extensions import TypedDict
 
 from apcore_mcp import from_openai_call, to_openai_tools
@@ -108,6 +108,7 @@ def objects(depth: int = 1) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(keys, values(depth), max_size=4)
 
 
+@pytest.mark.requirement("FR-SCHEMA-002")
 @pytest.mark.timeout(240)
 @THOROUGH
 @given(st.data())
@@ -275,6 +276,7 @@ def bomb(use: Any) -> dict[str, Any]:
     return {f"L{n}": use({"$ref": f"#/$defs/L{n + 1}"}) for n in range(30)} | {"L30": STRING}
 
 
+@pytest.mark.requirement("FR-SCHEMA-002")
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("schema", "words"),

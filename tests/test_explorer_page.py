@@ -25,14 +25,13 @@ from apcore import ModuleAnnotations
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
 
 pytest.importorskip("playwright.sync_api")
-from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"), pytest.mark.once]
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking

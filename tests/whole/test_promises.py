@@ -53,7 +53,7 @@ from pydantic import (
 )
 from pydantic import dataclasses as pydantic_dataclasses
 from pydantic.alias_generators import to_camel
-from test_schemas import QUICK, Value, models
+from support import QUICK, Value, models
 from typing_extensions import TypedDict
 
 from apcore_mcp import to_openai_tools

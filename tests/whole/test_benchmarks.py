@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 
+@pytest.mark.requirement("NFR-PERF-001", "NFR-PERF-002", "NFR-PERF-003")
 @pytest.mark.once
 @pytest.mark.skipif(sys.platform == "win32", reason="the yardstick drives its pipes from the event loop")
 @pytest.mark.timeout(260)

@@ -1,0 +1,780 @@
+"""What several test files share beside the fixtures: the wire of both eras by hand, users who answer, modules,
+schemas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import enum
+import json
+import logging
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import date
+from typing import Annotated, Any, Literal, NamedTuple
+
+import httpx
+import httpx2
+import mcp_types as types
+import pytest
+from apcore import (
+    Executor,
+    ModuleAnnotations,
+    Registry,
+)
+from apcore.cancel import CancelToken
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    FunctionalModule,
+    RawClient,
+    connect,
+    echo,
+    registry_of,
+    serving,
+)
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from mcp import StdioServerParameters
+from mcp.client import Client
+from mcp.client.sse import sse_client
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
+from mcp_types import (
+    CLIENT_CAPABILITIES_META_KEY,
+    CLIENT_INFO_META_KEY,
+    PROTOCOL_VERSION_META_KEY,
+    CallToolResult,
+    ElicitRequest,
+    ElicitResult,
+    InputRequiredResult,
+)
+from pydantic import BaseModel, Field, create_model
+
+from apcore_mcp import (
+    MCPServer,
+    async_serve,
+    elicit,
+    report_progress,
+    serve,
+    to_openai_tools,
+)
+
+ERAS = (HANDSHAKE, MODERN)
+entered = threading.Semaphore(0)
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m apcore_mcp` with no input at all."""
+    return subprocess.run(
+        [sys.executable, "-m", "apcore_mcp", *arguments],
+        **{"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 30, "cwd": ROOT, **options},
+    )
+
+
+def exported_names(output: str) -> list[str]:
+    return [tool["function"]["name"] for tool in json.loads(output)]
+
+
+ACCEPT = {"Accept": "application/json, text/event-stream"}
+HANDSHAKE_VERSIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25"]
+META = "io.modelcontextprotocol/"
+
+
+def message(method: str, params: dict[str, Any] | None = None, request_id: int = 1) -> dict[str, Any]:
+    """A JSON-RPC request."""
+    return {"jsonrpc": "2.0", "id": request_id, "method": method, **({} if params is None else {"params": params})}
+
+
+def enveloped(params: dict[str, Any] | None, version: str = MODERN) -> dict[str, Any]:
+    """Params with what every request carries from 2026-07-28 on."""
+    stamp = {"protocolVersion": version, "clientInfo": {"name": "raw", "version": "1"}, "clientCapabilities": {}}
+    return {**(params or {}), "_meta": {META + key: value for key, value in stamp.items()}}
+
+
+def modern(method: str, params: dict[str, Any] | None = None, **headers: str | None) -> dict[str, Any]:
+    """What httpx posts to ask `method` as a client of 2026-07-28; `headers` overrides (None leaves one out)."""
+    sent = {"mcp_protocol_version": MODERN, "mcp_method": method, "mcp_name": (params or {}).get("name"), **headers}
+    routing = {name.replace("_", "-"): value for name, value in sent.items() if value is not None}
+    return {"json": message(method, enveloped(params)), "headers": ACCEPT | routing}
+
+
+def answer(response: httpx.Response) -> dict[str, Any]:
+    """The JSON-RPC message of a response, be it JSON or a stream of one event."""
+    data = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    message: dict[str, Any] = json.loads(data[-1] if data else response.text)
+    return message
+
+
+def initialize_params(version: str) -> dict[str, Any]:
+    return {"protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "raw", "version": "1"}}
+
+
+def handshake(client: httpx.Client, endpoint: str, version: str = HANDSHAKE_VERSIONS[-1]) -> tuple[Any, dict[str, str]]:
+    """Open a session; the `initialize` result, and the headers of the session's requests."""
+    response = client.post(endpoint, json=message("initialize", initialize_params(version)), headers=ACCEPT)
+    result = answer(response)["result"]
+    session = {"Mcp-Session-Id": response.headers["mcp-session-id"], "MCP-Protocol-Version": result["protocolVersion"]}
+    initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    assert client.post(endpoint, json=initialized, headers=ACCEPT | session).status_code == 202
+    return result, ACCEPT | session
+
+
+SECRET_TEXT = "S3CR3T"
+"""Part of every secret text below, so that no form of it, quoted or escaped, goes unseen."""
+REPORTED = {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
+REPORTED |= {"ai_guidance", "suggestion"}
+
+
+@contextlib.asynccontextmanager
+async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
+    async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
+        yield client
+
+
+def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
+    """Check what holds for every failed call (FR-ERROR-011); returns the report in `_meta`."""
+    assert result.is_error is True
+    assert result.structured_content is None
+    (part,) = result.content
+    assert part.type == "text"
+    assert text is None or part.text == text
+    assert result.meta is not None
+    report: dict[str, Any] = result.meta["apcore-mcp/error"]
+    assert report["status"] == "failure"
+    assert report["error_message"] == part.text
+    assert isinstance(report["error_type"], str)
+    assert report["error_type"]
+    assert report.keys() <= REPORTED
+    return report
+
+
+def lines_of(report: dict[str, Any], title: str = "Input validation failed:") -> list[tuple[str, str, str]]:
+    """The `- {field}: {message} ({code})` lines of a validation error, which `error_details` must repeat."""
+    first, *rest = report["error_message"].split("\n")
+    assert first == title
+    found = [re.fullmatch(r"- (.*?): (.+) \(([A-Za-z_]+)\)", line) for line in rest]
+    assert found, "no line at all"
+    assert all(found), rest
+    lines = [(match[1], match[2], match[3]) for match in found if match]
+    told = [
+        (e["field"] or lines[i][0], e["message"], e["code"]) for i, e in enumerate(report["error_details"]["errors"])
+    ]
+    assert told == lines
+    return lines
+
+
+def errors_logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """The records of FR-LOG-003; what else the server may say of a call at that level is its own business."""
+    errors = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.ERROR]
+    return [r for r in errors if r.getMessage().startswith("Tool call error: ")]
+
+
+def everything_logged(caplog: pytest.LogCaptureFixture) -> str:
+    """All that any handler of the package's logger could write: messages, arguments, tracebacks."""
+    formatter = logging.Formatter("%(message)s")
+    ours = [r for r in caplog.records if r.name.startswith("apcore_mcp")]
+    return "\n".join(f"{formatter.format(r)}\n{r.args!r}\n{r.exc_text}\n{r.exc_info!r}" for r in ours)
+
+
+SECRETIVE = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
+
+
+def calls(module_id: str, **inputs: Any) -> Callable[..., Any]:
+    """A module that calls another one."""
+
+    async def call(_inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async(module_id, inputs, context)
+
+    return call
+
+
+LOGGER = logging.getLogger("apcore_mcp")
+
+
+def _run_async_serve(source: Any, **options: Any) -> None:
+    async def enter() -> None:
+        async with async_serve(source, **options):
+            pass
+
+    asyncio.run(enter())
+
+
+every_door = pytest.mark.parametrize(
+    "door", [serve, MCPServer, _run_async_serve], ids=["serve", "MCPServer", "async_serve"]
+)
+
+
+def is_set_in_time(token: CancelToken) -> bool:
+    """Whether `token` is set by now or at once: it may be set just before or just after the coroutine is ended."""
+    limit = time.monotonic() + 10
+    while not token.is_cancelled and time.monotonic() < limit:
+        time.sleep(0.002)
+    return token.is_cancelled
+
+
+class StreamingModule(FunctionalModule):
+    """Streams `chunks`, of which an exception is raised; called as a whole it says so."""
+
+    def __init__(self, chunks: list[Any], **attributes: Any) -> None:
+        super().__init__(
+            lambda inputs, context: {"executed": True},
+            **{"annotations": ModuleAnnotations(streaming=True), **attributes},
+        )
+        self.chunks = chunks
+
+    async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        for chunk in self.chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield copy.deepcopy(chunk)  # apcore merges later chunks into the first ones
+
+
+def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
+    """Modules that change the registry, wait to be cancelled, and tell what became of each other."""
+    told = records or queue.Queue()
+    late = asyncio.Event()
+    background: list[asyncio.Task[None]] = []
+    registry = Registry()
+
+    async def steps(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in (1, 2, 3):
+            await report_progress(context, number, total=3, message=f"step {number}")
+        return {"done": True}
+
+    async def nested(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("steps", {}, context)
+
+    async def deep(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("from_sync", {}, context)
+
+    def from_sync(inputs: dict[str, Any], context: Any) -> Any:
+        return context.executor.call("nested", {}, context)
+
+    async def beyond(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await report_progress(context, 7)
+
+        async def report_late() -> None:
+            await late.wait()
+            await report_progress(context, 8)
+
+        background.append(asyncio.create_task(report_late()))
+        return {}
+
+    async def release(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        late.set()
+        await asyncio.gather(*background)
+        return {}
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await report_progress(context, 1)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            told.put(["wait", context.cancel_token])
+            raise
+        return {}
+
+    async def wait_below(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("wait", {}, context)
+
+    def watch_token(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        context.executor.call("steps", {}, context)
+        while not context.cancel_token.is_cancelled:
+            time.sleep(0.002)
+        told.put(["watch_token", context.cancel_token])
+        context.cancel_token.check()
+        return {}
+
+    class WaitStreaming(StreamingModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            yield {"n": 1}
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                told.put(["wait_streaming", context.cancel_token])
+                raise
+
+    def ended(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        name, token = told.get(timeout=20)
+        return {"told": name, "token_set": is_set_in_time(token)}
+
+    async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"tasks": [getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()]}
+
+    def grow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        registry.register("grown", FunctionalModule(echo))
+        return {}
+
+    def shrink(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        registry.unregister("grown")
+        return {}
+
+    async def burst(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        # Joined on the event loop itself: nothing can be announced before all of it has happened.
+        def register(thread: int) -> None:
+            for number in range(50):
+                registry.register(f"burst.m{thread}_{number}", FunctionalModule(echo))
+
+        threads = [threading.Thread(target=register, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {}
+
+    functions = [steps, nested, deep, from_sync, beyond, release, wait, wait_below, watch_token]
+    for function in [*functions, ended, tasks, grow, shrink, burst]:
+        registry.register(function.__name__, FunctionalModule(function))
+    registry.register("wait_streaming", WaitStreaming([]))
+    return registry
+
+
+STAGE_ON_STDIO = [sys.executable, "-c", "from support import stage; from apcore_mcp import serve; serve(stage())"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
+@contextlib.asynccontextmanager
+async def followed(
+    source: Registry | None, mode: str, *, transport: str = "streamable-http", url: str = "", **options: Any
+) -> AsyncIterator[tuple[Client, asyncio.Queue[object]]]:
+    """A client that has asked for nothing yet, and the changes of the tool list that it is told about.
+
+    Serves `source` (on stdio, the stage), or connects to the server at `url`.
+    """
+    changes: asyncio.Queue[object] = asyncio.Queue()
+    listening = asyncio.Event()
+
+    async def handle(message: object) -> None:
+        if isinstance(message, types.ToolListChangedNotification):
+            changes.put_nowait(message)
+
+    async def note_stream(response: httpx2.Response) -> None:
+        if response.request.method == "GET" and response.status_code == 200:
+            listening.set()
+
+    async def pump(events: AsyncIterator[object]) -> None:
+        async for event in events:
+            changes.put_nowait(event)
+
+    async with contextlib.AsyncExitStack() as stack:
+        if transport != "stdio" and not url:
+            url = stack.enter_context(serving(source or stage(), transport=transport, **options))
+        server: Any
+        if transport == "stdio":
+            program, *rest = STAGE_ON_STDIO
+            server = stdio_client(StdioServerParameters(command=program, args=rest, env=ENVIRONMENT))
+        elif transport == "sse":
+            server = sse_client(f"{url}/sse")
+        else:
+            hooks: dict[str, Any] = {"response": [note_stream]}
+            http = await stack.enter_async_context(httpx2.AsyncClient(event_hooks=hooks, timeout=30))
+            server = streamable_http_client(f"{url}/mcp", http_client=http)
+        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=handle)
+        await stack.enter_async_context(client)
+        if mode != HANDSHAKE:
+            subscription = await stack.enter_async_context(client.listen(tools_list_changed=True))
+            task = asyncio.create_task(pump(subscription))
+            stack.callback(task.cancel)
+        elif transport == "streamable-http":
+            await listening.wait()
+        yield client, changes
+
+
+async def listed(client: Client) -> list[str]:
+    return [tool.name for tool in (await client.list_tools()).tools]
+
+
+def noting() -> tuple[Any, list[tuple[float, float | None, str | None]]]:
+    """A progress callback, and what it was told."""
+    told: list[tuple[float, float | None, str | None]] = []
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        told.append((progress, total, message))
+
+    return note, told
+
+
+def clog(url: str, tool: str = "big") -> socket.socket:
+    """An SSE client that has asked for the 8 MB of `tool` and stopped reading after the first of them."""
+    address = httpx.URL(url)
+    clogged = socket.socket()
+    clogged.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    clogged.settimeout(20)
+    clogged.connect((address.host, address.port))
+    clogged.sendall(f"GET /sse HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n\r\n".encode())
+    seen = b""
+
+    def read_until(end: bytes) -> bytes:
+        nonlocal seen
+        while end not in seen:
+            received = clogged.recv(1024)
+            assert received, seen
+            seen += received
+        before, _, seen = seen.partition(end)
+        return before
+
+    read_until(b"data: ")
+    endpoint = url + read_until(b"\r\n").decode()
+
+    def post(method: str, params: dict[str, Any], **request_id: int) -> None:
+        message = {"jsonrpc": "2.0", "method": method, "params": params, **request_id}
+        assert httpx.post(endpoint, json=message, trust_env=False).status_code == 202
+
+    about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "clogged", "version": "1"}}
+    post("initialize", about, id=1)
+    read_until(b"serverInfo")
+    post("notifications/initialized", {})
+    post("tools/call", {"name": tool, "arguments": {}}, id=2)
+    read_until(b"xxxx")
+    return clogged
+
+
+class CountingRegistry(Registry):
+    """Knows who listens to it."""
+
+    def __init__(self) -> None:
+        self.listeners: list[tuple[str, Any]] = []
+        super().__init__()
+
+    def on(self, event: str, callback: Callable[..., Any]) -> None:
+        self.listeners.append((event, callback))
+        super().on(event, callback)
+
+    def off(self, event: str, callback: Callable[..., Any]) -> bool:
+        self.listeners.remove((event, callback))
+        return super().off(event, callback)
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+DENIED = "Approval was denied"
+Answer = Callable[[Any], ElicitResult]
+
+
+def accept(**content: Any) -> ElicitResult:
+    return ElicitResult(action="accept", content=content)
+
+
+def asking(answer: ElicitResult | Answer | None) -> tuple[dict[str, Any], list[Any]]:
+    """Arguments for a client whose user answers like this (None: a client that cannot ask), and what it was asked."""
+    asked: list[Any] = []
+
+    async def callback(context: Any, params: Any) -> ElicitResult:
+        asked.append(params)
+        assert answer is not None
+        return answer if isinstance(answer, ElicitResult) else answer(params)
+
+    return {} if answer is None else {"elicitation_callback": callback}, asked
+
+
+async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"answer": await elicit(context, "Who are you?", SCHEMA)}
+
+
+def text_of(result: CallToolResult) -> str:
+    return "".join(part.text for part in result.content if part.type == "text")
+
+
+class Wire:
+    """A client that can ask, and calls whose questions it leaves to the test."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def call(self, name: str, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+        return await self.client.session.call_tool(name, arguments, allow_input_required=True, **options)
+
+    async def question(
+        self, name: str, arguments: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[str, str, str]:
+        """The key, the message and the state of the one question a call is answered with."""
+        result = await self.call(name, arguments, **options)
+        assert isinstance(result, InputRequiredResult), result
+        [(key, request)] = (result.input_requests or {}).items()
+        assert isinstance(request, ElicitRequest)
+        assert result.request_state
+        return key, request.params.message, result.request_state
+
+    async def refused(self, state: str, name: str = "ask", arguments: dict[str, Any] | None = None) -> None:
+        """Fails unless this retry is answered with a JSON-RPC error -32602."""
+        with pytest.raises(MCPError) as caught:
+            await self.call(name, arguments, request_state=state, input_responses={"name": accept(name="Eve")})
+        assert caught.value.error.code == -32602
+
+
+@contextlib.asynccontextmanager
+async def wired(modules: dict[str, Any] | Registry | Executor, seconds: float = 40) -> AsyncIterator[Wire]:
+    async with connect(modules, client=asking(accept())[0]) as client, asyncio.timeout(seconds):
+        yield Wire(client)
+
+
+def guarded(runs: list[dict[str, Any]], **attributes: Any) -> FunctionalModule:
+    """A destructive module that needs approval and keeps a list of its runs."""
+
+    def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        return {"ran": True}
+
+    annotations = ModuleAnnotations(requires_approval=True, destructive=True)
+    return FunctionalModule(execute, **{"annotations": annotations, **attributes})
+
+
+REDACTED = "***REDACTED***"
+
+
+def success_text(result: CallToolResult) -> str:
+    """The text of a result that is no error and is one text."""
+    (part,) = result.content
+    assert part.type == "text"
+    assert result.is_error is False, part.text
+    return part.text
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def parsed(text: str) -> Any:
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def gives(output: Any, **attributes: Any) -> FunctionalModule:
+    return FunctionalModule(lambda inputs, context: output, **attributes)
+
+
+class Size(BaseModel):
+    width: int
+    made: date
+
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+
+
+def one(schema: Any, **rest: Any) -> dict[str, Any]:
+    """An object schema whose one property, `p`, has `schema`."""
+    return {"type": "object", "properties": {"p": schema}, **rest}
+
+
+def nested(levels: int, inner: Any = STRING) -> Any:
+    for _ in range(levels):
+        inner = one(inner)
+    return inner
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema in `schema`, by the keywords that hold schemas: what stands elsewhere is data."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword in ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"):
+        for inner in schema.get(keyword, {}).values():
+            yield from subschemas(inner)
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for inner in schema.get(keyword, ()):
+            yield from subschemas(inner)
+    for keyword in "items contains additionalProperties propertyNames not if then else".split():
+        yield from subschemas(schema.get(keyword))
+    for keyword in ("unevaluatedItems", "unevaluatedProperties", "contentSchema"):
+        yield from subschemas(schema.get(keyword))
+
+
+def containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from containers(inner)
+
+
+def check(schema: dict[str, Any]) -> dict[str, Any]:
+    """Convert `schema`, prove what holds for every conversion, and return the result."""
+    before = copy.deepcopy(schema)
+    registry = registry_of({"some.module": FunctionalModule(echo, input_schema=schema)})
+
+    def convert() -> dict[str, Any]:
+        (tool,) = to_openai_tools(registry)
+        parameters: dict[str, Any] = tool["function"]["parameters"]
+        return parameters
+
+    result, untouched = convert(), convert()
+    assert result == untouched
+    assert result["type"] == "object"
+    assert not result.keys() & {"$defs", "definitions"}
+    assert not [node for node in subschemas(result) if "$ref" in node]
+    Draft202012Validator.check_schema(result)
+    parts = list(containers(result))
+    assert len({id(part) for part in parts}) == len(parts), "two places share one object"
+    for part in parts:
+        part.clear()
+    assert schema == before, "the module's own schema was changed"
+    assert convert() == untouched
+    return untouched
+
+
+DATA: Any = []
+for _ in range(5_000):
+    DATA = [DATA]
+# The same examples in every run, and no search for a smaller one: that can take minutes.
+QUICK = settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Value(NamedTuple):
+    """One value in three forms: as a caller writes it, as strict mode makes a model write it, and as it comes back."""
+
+    plain: Any
+    sent: Any
+    back: Any
+
+
+ABSENT = object()
+
+Shape = tuple[Any, st.SearchStrategy[Value], bool]
+"""A type annotation, the values that it accepts, and whether null is one."""
+LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
+    (str, st.text("ab1", max_size=3)),
+    (int, st.integers(-9, 9)),
+    (bool, st.booleans()),
+    (float, st.floats(-9, 9, width=16)),
+    (Literal["a", "b"], st.sampled_from("ab")),
+    (Colour, st.sampled_from(["red", "blue"])),
+    (Annotated[int, Field(ge=0, le=5)], st.integers(0, 5)),
+    (int | str, st.integers(0, 5) | st.text("ab", max_size=2)),
+]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, depth: int, maps: bool) -> Shape:
+    """A type of up to `depth` levels. With `maps`, also what strict mode cannot say: dicts and tuples."""
+    deep = ["list", "model", "union", "tagged", *(["dict", "tuple"] if maps else [])]
+    kind = draw(st.sampled_from([*(deep if depth else []), "leaf", "null"]))
+    if kind == "leaf":
+        annotation, plain = draw(st.sampled_from(LEAVES))
+        return annotation, plain.map(lambda x: Value(x, x, x)), False
+    if kind == "model":
+        return draw(models(depth - 1, maps))
+    if kind in ("union", "tagged"):
+        ends = ("x", "y") if kind == "union" else ("", "")
+        tags = (None, None) if kind == "union" else ("x", "y")
+        sides = [draw(models(depth - 1, maps, end, tag)) for end, tag in zip(ends, tags, strict=True)]
+        either: Any = sides[0][0] | sides[1][0]
+        if kind == "tagged":
+            either = Annotated[either, Field(discriminator="kind")]
+        return either, sides[0][1] | sides[1][1], False
+    inner, values, _ = draw(shapes(depth - 1, maps) if depth else shapes(0, maps).filter(lambda s: not s[2]))
+    if kind == "null":
+        return inner | None, st.just(Value(None, None, None)) | values, True
+    if kind == "dict":
+        return dict[str, inner], st.dictionaries(st.sampled_from("ab$"), values, max_size=2).map(whole), False
+    if kind == "tuple":
+        return tuple[inner, int], st.tuples(values, st.just(Value(1, 1, 1))).map(whole), False
+    return list[inner], st.lists(values, max_size=2).map(whole), False
+
+
+def whole(parts: Any) -> Value:
+    """A list, tuple or dict of values as one value."""
+    if isinstance(parts, dict):
+        forms = ({k: v[form] for k, v in parts.items() if v[form] is not ABSENT} for form in range(3))
+        return Value(*forms)
+    return Value(*([value[form] for value in parts] for form in range(3)))
+
+
+@st.composite
+def models(draw: st.DrawFn, depth: int = 2, maps: bool = False, end: str = "", tag: str | None = None) -> Shape:
+    """A pydantic model of fields whose names end in `end`; `tag` is what its field `kind` always says."""
+    fields: dict[str, Any] = {}
+    values: dict[str, st.SearchStrategy[Value]] = {}
+    if tag is not None:
+        fields["kind"], values["kind"] = (Literal[tag], ...), st.just(Value(tag, tag, tag))
+    for name in draw(st.lists(st.sampled_from(["a", "b", "default", "title"]), min_size=1, max_size=3, unique=True)):
+        annotation, present, nullable = draw(shapes(depth, maps))
+        required = draw(st.booleans())
+        fields[name + end] = (annotation, Field(... if required else None, description="its own"))
+        absent = st.just(Value(ABSENT, None, None if nullable else ABSENT))
+        values[name + end] = present if required else present | absent
+    model = create_model(f"M{draw(st.integers(0, 10**6))}", **fields)
+    return model, st.fixed_dictionaries(values).map(whole), False
+
+
+JUNK = st.sampled_from([None, True, -1, 2.5, "zz", "red", [], [None], {}, {"kind": "x"}, {"a": 1}])
+
+
+def mutations(value: Any) -> st.SearchStrategy[Any]:
+    """`value` with something in it replaced, left out or added."""
+    options = [JUNK]
+    if isinstance(value, dict):
+        names = st.sampled_from(["a", "ax", "kind", "z"])
+        options.append(st.builds(lambda name, junk: {**value, name: junk}, names, JUNK))
+        for key in value:
+            options.append(st.just({k: v for k, v in value.items() if k != key}))
+            options.append(mutations(value[key]).map(lambda new, key=key: {**value, key: new}))
+    if isinstance(value, list):
+        options.append(JUNK.map(lambda junk: [*value, junk]))
+        for index, item in enumerate(value):
+            options.append(mutations(item).map(lambda new, i=index: [*value[:i], new, *value[i + 1 :]]))
+    return st.one_of(options)
+
+
+def request(request_id: int | str, method: str, **params: Any) -> dict[str, Any]:
+    """A request of 2026-07-28, which needs no handshake."""
+    meta = {
+        PROTOCOL_VERSION_META_KEY: MODERN,
+        CLIENT_INFO_META_KEY: {"name": "raw", "version": "1"},
+        CLIENT_CAPABILITIES_META_KEY: {},
+    }
+    return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": {**params, "_meta": meta}}
+
+
+def call(request_id: int | str, tool: str, **arguments: Any) -> dict[str, Any]:
+    return request(request_id, "tools/call", name=tool, arguments=arguments)
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def messages(stdout: bytes) -> list[dict[str, Any]]:
+    """What went to stdout, every line of which must be a JSON-RPC message."""
+    decoded = [json.loads(text) for text in stdout.splitlines()]
+    assert all(message["jsonrpc"] == "2.0" for message in decoded)
+    return decoded
+
+
+def wait_for_stderr(client: RawClient, words: str) -> None:
+    assert client.process.stderr is not None
+    seen = []
+    while text := client.process.stderr.readline().decode():
+        seen.append(text)
+        if words in text:
+            return
+    raise AssertionError(f"the server ended without saying {words!r}: {''.join(seen)}")
+
+
+def ended_well(client: RawClient, seconds: float = 15) -> None:
+    """The server ends in time by itself: exit status 0 and no traceback. Its stdin is left as it is."""
+    assert client.process.wait(timeout=seconds) == 0
+    assert client.process.stderr is not None
+    stderr = client.process.stderr.read().decode()
+    assert "Traceback" not in stderr, stderr
+    assert "Exception" not in stderr, stderr
