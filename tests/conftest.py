@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from mcp.client.stdio import stdio_client
 
 from apcore_mcp import MCPServer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or what a shell's background job starts ignores Ctrl-C
 os.environ.pop("PYTHONUNBUFFERED", None)  # what is printed before `serve()` is kept off the wire while in a buffer
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSIONS = ROOT / "examples" / "extensions"
