@@ -2944,6 +2944,7 @@ class _Explorer:
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
         gone.add_done_callback(lambda _: call.cancel())
         result = await call.task
+        del call.task  # or the result stays as long as the call
         gone.cancel()
         text, *files = result["content"]
         if result["isError"]:
@@ -3418,6 +3419,7 @@ async def run_openai_call(
     except asyncio.CancelledError:
         call.task.cancel()
         raise
+    del call.task  # or the result stays as long as the call
     text, *files = result["content"]
     kinds = [file.get("resource", file)["mimeType"] for file in files]
     return "\n".join([text["text"], *[f"[a file of type {kind}]" for kind in kinds]])

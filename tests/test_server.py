@@ -526,7 +526,7 @@ async def test_the_modules_are_compared_once_for_all_sessions() -> None:
 
     alone = await cost(0)
     among_many = await cost(100)
-    assert among_many < 3 * alone, (alone, among_many)
+    assert among_many < 20 * alone, (alone, among_many)  # each is told of it, but none compares
 
 
 def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:
