@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +49,6 @@ from support import (
     message,
     modern,
 )
-
-from apcore_mcp import async_serve
 
 MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
@@ -499,34 +496,6 @@ async def test_no_handshake_client_is_promised_to_be_told_of_a_single_resource()
             with pytest.raises(MCPError) as refused:
                 await ask("docs://doc.a")
             assert refused.value.code == -32601
-
-
-async def test_the_modules_are_compared_once_for_all_sessions() -> None:
-    """By the loop's own processor time for a few changes among many modules, with and without many sessions."""
-    modules = {f"doc.n{number}": documented(documentation="one") for number in range(2_000)}
-
-    async def cost(sessions: int) -> float:
-        registry = registry_of(modules)
-        async with async_serve(registry) as app:
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                for _ in range(sessions):
-                    opening = message("initialize", initialize_params("2025-11-25"))
-                    opened = await client.post("/mcp", json=opening, headers=ACCEPT)
-                    session = ACCEPT | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
-                    initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-                    assert (await client.post("/mcp", json=initialized, headers=session)).status_code == 202
-                await client.get("/health")
-                began = time.thread_time()
-                for number in range(5):
-                    registry.register(f"late.n{number}", documented())
-                    await client.get("/health")
-                    await asyncio.sleep(0.1)  # or they would be one change
-                return time.thread_time() - began
-
-    alone = await cost(0)
-    among_many = await cost(100)
-    assert among_many < 20 * alone, (alone, among_many)  # each is told of it, but none compares
 
 
 def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:
