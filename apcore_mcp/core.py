@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -61,6 +60,16 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from importlib.machinery import SourceFileLoader
@@ -168,7 +177,8 @@ MCP_PROGRESS_KEY = "_mcp_progress"
 MCP_ELICIT_KEY = "_mcp_elicit"
 """Where `context.data` holds the call's way to ask its user (SRS FR-EXT-003)."""
 
-JSONSchema = dict[str, Any]
+JSONObject = dict[str, Any]
+JSONSchema = JSONObject
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -417,12 +427,12 @@ _BYTES_A_NODE = 100
 
 # What the metaschema of 2020-12 says of one schema; of those inside it only that they are some. It means the same to
 # pydantic, a hundred times faster than the metaschema itself.
-_Schema = dict[str, Any] | bool
+_Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
 _Names = Annotated[list[str], _Distinct]
 _Count = Annotated[NonNegativeFloat, Field(multiple_of=1)]
-_LEGAL: dict[str, Any] = {
+_LEGAL: JSONObject = {
     **dict.fromkeys(_WITH_SCHEMAS, _Schema),
     "properties dependentSchemas $defs definitions": dict[str, _Schema],
     "patternProperties": dict[re.Pattern[str], _Schema],
@@ -690,7 +700,7 @@ class _Returned(RootModel[T]):
 def _declared_output(module: Any) -> Any:
     """A module's output schema; for a function that returns a `dict[str, ...]` a model of it: apcore's says nothing."""
     if isinstance(module, FunctionModule):
-        with contextlib.suppress(NameError):
+        with suppress(NameError):
             returned = get_type_hints(_function_of(module), include_extras=True).get("return")
             if get_origin(returned) is dict and not module.output_schema.model_fields:
                 return cast(Any, _Returned)[returned]
@@ -853,11 +863,11 @@ class _AnnotationMapper:
             paragraphs.append(f"{sentence}. {notice.get('migration_guide') or ''}")
         self.description = "\n\n".join(paragraphs).strip()
 
-    def to_mcp(self) -> dict[str, Any]:
+    def to_mcp(self) -> JSONObject:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
         # To apcore anything is true or false, to clients only those two are.
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
-        meta: dict[str, Any] = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
+        meta: JSONObject = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta |= {"apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
@@ -904,7 +914,7 @@ class _Tool:
         # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
         # where it stands in the answer.
         answer = _plain({"result": {"tools": [definition]}})
-        self._definition: dict[str, Any] = answer["result"]["tools"][0]
+        self._definition: JSONObject = answer["result"]["tools"][0]
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.output_validator = _PromiseValidator(self.output_schema)
@@ -924,7 +934,7 @@ class _Tool:
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return {}
 
-    def definition(self, *, portable: bool = False) -> dict[str, Any]:
+    def definition(self, *, portable: bool = False) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
         return {**self._definition, "name": _portable_name(self.name) if portable else self.name}
 
@@ -976,7 +986,7 @@ def _core_schema(schema: JSONSchema) -> Any:
     """
     if not schema.keys() & _PROMISED:
         return core_schema.any_schema()
-    bounds: dict[str, Any] = {bound: schema[keyword] for keyword, bound in _BOUNDS.items() if keyword in schema}
+    bounds: JSONObject = {bound: schema[keyword] for keyword, bound in _BOUNDS.items() if keyword in schema}
     counts = {"min_length": schema.get("minItems"), "max_length": schema.get("maxItems")}
     items = [_core_schema(item) for item in schema.get("prefixItems", ())]
     rest = _core_schema(schema.get("items", {}))
@@ -1066,7 +1076,7 @@ def _not_json(reason: object) -> ModuleError:
     return ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(reason)}")
 
 
-def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, Any, list[dict[str, Any]]]:
+def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, Any, list[JSONObject]]:
     """A module's output as JSON text, the same value in plain types, and its files as MCP content.
 
     Sensitive fields are redacted. Dates become ISO text, enums their values, bytes base64, anything unknown `str()`
@@ -1091,7 +1101,7 @@ def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, A
         raise _not_json(error) from None
 
 
-def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, Any]:
+def _media_content(tool: _Tool, name: str, kind: str, data: str) -> JSONObject:
     """One file as MCP content; ValueError when `data` is no base64."""
     data = data.replace("-", "+").replace("_", "/")  # pydantic writes the alphabet of URLs, MCP reads the standard one
     base64.b64decode(data, validate=True)
@@ -1101,9 +1111,7 @@ def _media_content(tool: _Tool, name: str, kind: str, data: str) -> dict[str, An
     return {"type": "resource", "resource": resource}
 
 
-def _success(
-    tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = None, label: str = ""
-) -> dict[str, Any]:
+def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = None, label: str = "") -> JSONObject:
     """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
 
     `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON, and the log has
@@ -1114,7 +1122,7 @@ def _success(
         text, value, files = _as_json(tool, output, decimals=False)
         # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
         # a model's own validators make of them, nor as JSON. A client would refuse the result.
-        errors: list[dict[str, Any]] = []
+        errors: list[JSONObject] = []
         for error in Draft202012Validator(tool.output_schema).iter_errors(value):
             path = "/".join(map(str, error.absolute_path))
             errors.append({"path": path, "keyword": error.validator, "message": error.message})
@@ -1153,7 +1161,7 @@ _SENTENCES = {
 _ANY_OTHER, _UNEXPECTED = "Module error: {code}", "Internal error occurred"
 
 
-def _failure(text: str, code: str, **report: Any) -> dict[str, Any]:
+def _failure(text: str, code: str, **report: Any) -> JSONObject:
     """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5).
 
     No `structuredContent`: the TypeScript client would hold it against the output schema.
@@ -1177,7 +1185,7 @@ def _dotted(*steps: object) -> str:
 _Fault = tuple[tuple[Any, ...], str, str]
 
 
-def _faults(tool: _Tool, arguments: dict[str, Any]) -> list[list[_Fault]]:
+def _faults(tool: _Tool, arguments: JSONObject) -> list[list[_Fault]]:
     """What apcore finds wrong with arguments: for each of its errors all that it leaves out.
 
     A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
@@ -1197,7 +1205,7 @@ def _faults(tool: _Tool, arguments: dict[str, Any]) -> list[list[_Fault]]:
     return faults
 
 
-def _unknown(tool: _Tool, arguments: dict[str, Any]) -> list[str]:
+def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     """The arguments that a function does not take; apcore passes them on, which is a TypeError."""
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
@@ -1285,7 +1293,7 @@ def _errors_of(tool: _Tool, faults: list[list[_Fault]]) -> list[dict[str, str]]:
     return errors
 
 
-def _check_input(tool: _Tool, arguments: dict[str, Any]) -> None:
+def _check_input(tool: _Tool, arguments: JSONObject) -> None:
     """Raise apcore's SchemaValidationError for arguments that the module refuses."""
     if errors := _errors_of(tool, _faults(tool, arguments)):
         raise SchemaValidationError(f"Input validation failed: {errors}", errors)
@@ -1301,12 +1309,12 @@ class _ErrorMapper:
     """
 
     def __init__(
-        self, label: str, tool: _Tool, arguments: dict[str, Any], involved: Iterable[Any], registry: Registry
+        self, label: str, tool: _Tool, arguments: JSONObject, involved: Iterable[Any], registry: Registry
     ) -> None:
         self._label = label
         self._tool, self._arguments, self._involved, self._registry = tool, arguments, involved, registry
 
-    def to_result(self, error: BaseException) -> dict[str, Any]:
+    def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
         try:
             cause = error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
@@ -1315,7 +1323,7 @@ class _ErrorMapper:
                 error = cause = _not_json(cause)
             code = _text_of(error.code) if isinstance(error, ModuleError) else "GENERAL_INTERNAL_ERROR"
             text, withheld = _UNEXPECTED, self._is_sensitive(error, "input_schema")
-            report: dict[str, Any] = {}
+            report: JSONObject = {}
             if isinstance(error, ModuleError) and isinstance(cause, ModuleError):
                 text, report = self._tell(error, code, step, withheld)
             self._log(cause, text, withheld or bool(self._tool.marks) or self._is_sensitive(error, "output_schema"))
@@ -1345,7 +1353,7 @@ class _ErrorMapper:
         text = text[:_LOG_CHARACTERS]
         logger.error("Tool call error: %s - %s: %s", self._label, type(error).__name__, text, exc_info=trace)
 
-    def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
+    def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, JSONObject]:
         """What the client is told, and what else there is to report."""
         if isinstance(error, SchemaValidationError):
             return self._tell_validation(error, step, withheld)
@@ -1362,7 +1370,7 @@ class _ErrorMapper:
         advice = {key: _text_of(said) for key in ("ai_guidance", "suggestion") if (said := getattr(error, key))}
         return "\n".join(filter(None, (text, advice.get("ai_guidance")))), advice
 
-    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool) -> tuple[str, dict[str, Any]]:
+    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool) -> tuple[str, JSONObject]:
         if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
             # A module that this one called was given something wrong: not the client's fault, nor its business.
             return _ANY_OTHER.format(code=error.code), {"user_fixable": False}
@@ -1429,9 +1437,9 @@ def _candidates(schema: JSONSchema) -> Iterator[Any]:
     yield from ([], None)
 
 
-def _examples(tool: _Tool) -> list[dict[str, Any]]:
+def _examples(tool: _Tool) -> list[JSONObject]:
     """The module's own examples that are valid calls, in plain JSON types."""
-    with contextlib.suppress(Exception):  # they are whatever a module lists
+    with suppress(Exception):  # they are whatever a module lists
         examples = from_json(_to_text(tool.descriptor.examples), allow_inf_nan=False)
         return [each for each in examples if _is_valid(each["inputs"], tool.input_schema)]
     return []
@@ -1504,7 +1512,7 @@ _NO_MODULE = (
 )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _left_out(what: object) -> Iterator[None]:
     """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
     try:
@@ -1532,7 +1540,7 @@ class _Files:
         # Only private names tell where it looks for files, and how.
         self._registry = cast(Any, weakref.proxy(registry))
         self._lock = threading.Lock()
-        self._made: dict[str, dict[str, Any]] = {}  # modules by file and id
+        self._made: dict[str, JSONObject] = {}  # modules by file and id
         self._refused: set[str] = set()  # files of which the registry would not take everything
         # Size and time of each file. What the registry's own `discover()` has loaded stays until its file changes.
         self._seen = self._look() if registry.list() else {}
@@ -1594,7 +1602,7 @@ class _Files:
                     if name.endswith((".py", "_meta.yaml", ".binding.yaml")):
                         paths.append(os.path.join(folder, name))
                 for path in paths:
-                    with contextlib.suppress(OSError):  # gone meanwhile
+                    with suppress(OSError):  # gone meanwhile
                         found = os.lstat(path)
                         seen[path] = (found.st_size, found.st_mtime_ns)
         return seen
@@ -1639,7 +1647,7 @@ class _Files:
         self._registry.register(*made)
 
 
-def _run_file(path: str, place: str) -> dict[str, Any]:
+def _run_file(path: str, place: str) -> JSONObject:
     """What a file defines when it runs as the module `place`.
 
     From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
@@ -1775,7 +1783,7 @@ class _ToolCatalog:
         self._take_in()
         return self._by_name.get(name)
 
-    def listing(self, *, portable: bool = False) -> list[dict[str, Any]]:
+    def listing(self, *, portable: bool = False) -> list[JSONObject]:
         """The tools as `tools/list` sends them, not to be written to."""
         return [tool.definition(portable=portable) for tool in self.tools.values()]
 
@@ -1853,9 +1861,9 @@ class _OpenAIConverter:
     def __init__(self, *, embed_annotations: bool = False, strict: bool = False) -> None:
         self._embeds, self._strict = embed_annotations, strict
 
-    def convert(self, tool: _Tool) -> dict[str, Any]:
+    def convert(self, tool: _Tool) -> JSONObject:
         description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
-        function: dict[str, Any] = {"name": _portable_name(tool.module_id), "description": description}
+        function: JSONObject = {"name": _portable_name(tool.module_id), "description": description}
         function["parameters"] = tool.input_schema
         if self._strict:
             function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
@@ -1953,7 +1961,7 @@ def _drop_nulls(value: Any, schema: JSONSchema) -> tuple[Any, int]:
 def to_openai_tools(
     registry_or_executor: Registry | Executor | APCore, *, embed_annotations: bool = False, strict: bool = False,
     tags: Sequence[str] | None = None, prefix: str | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[JSONObject]:  # fmt: skip
     """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
 
         [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
@@ -1988,8 +1996,8 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 
 def from_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject
+) -> tuple[str, JSONObject]:
     """Turn the call a model sent back into a module id and inputs that module accepts.
 
     `name` is the function name as the model sent it, `arguments` the JSON text or dict next to it.
@@ -2011,18 +2019,18 @@ def from_openai_call(
 
 def _offered(options: _Options, name: str) -> _Tool | None:
     """What `to_openai_tools` offers under the name of a function."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         module_id = from_openai_name(name, options.registry)
         if module_id in options.registry.list(prefix=module_id):
             return _ToolCatalog(options).build(module_id)
     return None
 
 
-def _inputs_of(tool: _Tool, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+def _inputs_of(tool: _Tool, name: str, arguments: str | JSONObject) -> JSONObject:
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return cast(dict[str, Any], _drop_nulls(inputs, tool.input_schema)[0])
+    return cast(JSONObject, _drop_nulls(inputs, tool.input_schema)[0])
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -2044,7 +2052,7 @@ async def report_progress(
 
 async def elicit(
     context: Any, message: str, requested_schema: JSONSchema | None = None, *, key: str | None = None
-) -> dict[str, Any] | None:
+) -> JSONObject | None:
     """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
 
     Returns what the user filled in, a dict that `requested_schema` accepts (an object with properties of simple types;
@@ -2059,7 +2067,7 @@ async def elicit(
         return None
     token: CancelToken = getattr(context, "cancel_token", None) or CancelToken()
     token.check()
-    answer: dict[str, Any] | None = await ask(message, requested_schema, key)
+    answer: JSONObject | None = await ask(message, requested_schema, key)
     token.check()  # or a module that was told to end meanwhile, by its timeout, would act on the answer
     return answer
 
@@ -2083,7 +2091,7 @@ _PARKED_MAX = 1_000  # how many calls may wait; one more is given up
 _CALL_KEY = "_mcp_call"
 
 
-def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, dict[str, Any]]:
+def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, JSONObject]:
     """A question under its key, as `inputRequests` holds it; ValueError when MCP's forms cannot ask it."""
     from mcp.server.elicitation import render_elicitation_schema
 
@@ -2114,7 +2122,7 @@ def _caller(request: Request | None) -> Identity | None:
         return None
     roles = tuple(getattr(request.scope.get("auth"), "scopes", None) or ())
     for holder, attribute in _CALLER_NAMES:
-        with contextlib.suppress(AttributeError, NotImplementedError):
+        with suppress(AttributeError, NotImplementedError):
             name = getattr(getattr(user, holder) if holder else user, attribute)
             if name:
                 return Identity(str(name), roles=roles)
@@ -2165,9 +2173,9 @@ class _Call:
     context of its modules works from any thread and loop, as a sync module may run an async one in a loop of its own.
     """
 
-    task: asyncio.Task[dict[str, Any]]
+    task: asyncio.Task[JSONObject]
 
-    def __init__(self, tool: _Tool, arguments: dict[str, Any], options: _Options, caller: Identity | None) -> None:
+    def __init__(self, tool: _Tool, arguments: JSONObject, options: _Options, caller: Identity | None) -> None:
         self.tool = tool
         self.arguments = arguments
         self.options = options
@@ -2177,12 +2185,12 @@ class _Call:
         self.meta: Mapping[str, Any] = {}
         self.parks = False
         self.can_ask = False
-        self.involved: dict[str, Any] = {}  # the modules that it called, its own included
+        self.involved: JSONObject = {}  # the modules that it called, its own included
         self.state: _State = "runs"
         self.token = CancelToken()
         self.turn = asyncio.Event()
         self.told = -math.inf
-        self.question: tuple[str, dict[str, Any]] = ("", {})
+        self.question: tuple[str, JSONObject] = ("", {})
         self.answer: asyncio.Future[Any] | None = None
         self._asking = asyncio.Lock()
         self._unsent: Future[None] | None = None  # what was last reported from another loop
@@ -2232,7 +2240,7 @@ class _Call:
 
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
-    ) -> dict[str, Any] | None:
+    ) -> JSONObject | None:
         if asyncio.get_running_loop() is not self._loop:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -2315,7 +2323,7 @@ def _silence(future: asyncio.Future[Any]) -> None:
 async def _until(deadline: float, stream: AsyncIterator[Any], module_id: str) -> AsyncIterator[Any]:
     """The chunks of a stream; ModuleTimeoutError when there is none at `deadline` (epoch seconds)."""
     seconds = deadline - time.time()
-    async with contextlib.aclosing(cast(Any, stream)):
+    async with aclosing(cast(Any, stream)):
         while True:
             limit = asyncio.timeout(deadline - time.time())
             try:
@@ -2410,7 +2418,7 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
 
 def _approval_question(request: ApprovalRequest) -> str:
     shown: Any = sorted(request.arguments)  # without a schema, nothing tells what is sensitive
-    with contextlib.suppress(AttributeError, KeyError, ValueError):
+    with suppress(AttributeError, KeyError, ValueError):
         # A module may call another with tuples and models, inside of which a schema marks nothing.
         arguments = to_jsonable_python(request.arguments)
         shown = _redact_arguments(arguments, request.context.executor.registry, request.module_id)
@@ -2491,7 +2499,7 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
 
-def _merge(base: dict[str, Any], chunk: dict[str, Any], depth: int = 0) -> None:
+def _merge(base: JSONObject, chunk: JSONObject, depth: int = 0) -> None:
     """Merge a streamed chunk as apcore's Executor does: objects down to 32 levels, anything else replaced."""
     for key, value in chunk.items():
         if depth < 32 and isinstance(value, dict) and isinstance(base.get(key), dict):
@@ -2520,7 +2528,7 @@ class _ExecutionRouter:
         self._catalog = catalog
         self.executor = executor
         self._options = options
-        self.place: Any = contextlib.nullcontext  # what a call runs in: it may have to wait for it
+        self.place: Any = nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
         self.parked: dict[str, tuple[_Call, asyncio.Future[Any] | None]] = {}
         self.running: set[_Call] = set()
@@ -2538,7 +2546,7 @@ class _ExecutionRouter:
             call.cancel()
         self.parked.clear()
 
-    async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> dict[str, Any]:
+    async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> JSONObject:
         async with self.place():
             if self._stopped:
                 raise _protocol_error(-32000, "Server is shutting down")
@@ -2578,7 +2586,7 @@ class _ExecutionRouter:
             call.move("runs")
         return call
 
-    async def _reply(self, call: _Call) -> dict[str, Any]:
+    async def _reply(self, call: _Call) -> JSONObject:
         """The call's result, or the question that it asks before."""
         while call.state not in ("asks", "ended"):
             try:
@@ -2605,7 +2613,7 @@ class _ExecutionRouter:
             logger.warning("Question of %s was not answered in time; its call is given up", call.label)
             call.cancel()
 
-    async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> dict[str, Any]:
+    async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> JSONObject:
         """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
         tool = call.tool
         started = time.perf_counter()
@@ -2633,7 +2641,7 @@ class _ExecutionRouter:
             result = mapper.to_result(error)
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks and not self._options.stateless:
-                required: dict[str, Any] = {"requiredCapabilities": {"elicitation": {"form": {}}}}
+                required: JSONObject = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
             return result
         finally:
@@ -2660,9 +2668,9 @@ class _ExecutionRouter:
         if not (tool.told.annotations.streaming and "progress_token" in call.meta):
             return await self.executor.call_async(tool.module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
-        merged: dict[str, Any] = {}
+        merged: JSONObject = {}
         stream: Any = self.executor.stream(tool.module_id, call.arguments, context)
-        async with contextlib.aclosing(stream) as chunks:
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 _merge(merged, chunk)
                 await call.report(max(call.told, 0) + 1, None, _as_json(tool, chunk)[0])
@@ -2727,7 +2735,7 @@ class _Bridge:
         self._listener = ListenHandler(self._bus)
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
-        self.sessions = contextlib.AsyncExitStack()  # closed with the server
+        self.sessions = AsyncExitStack()  # closed with the server
         if (middleware := options.metrics_middleware()) is not None:
             self.router.executor.use(middleware)
             self.sessions.callback(self.router.executor.remove, middleware)
@@ -2772,7 +2780,7 @@ class _Bridge:
 
     async def _answered(self, limit: float) -> None:
         """Wait until nothing is left to answer, or for the `limit` (monotonic seconds)."""
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(self.activity.join(), limit - time.monotonic())
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
@@ -2803,19 +2811,19 @@ class _Bridge:
             result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": False}
         return result
 
-    async def _list_tools(self, ctx: RequestContext, params: object = None) -> dict[str, Any]:
+    async def _list_tools(self, ctx: RequestContext, params: object = None) -> JSONObject:
         client, names = ctx.session.client_params, self.options.tool_names
         dotless = client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name) is not None
         tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
         return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
 
-    async def _list_resources(self, ctx: RequestContext, params: object) -> dict[str, Any]:
+    async def _list_resources(self, ctx: RequestContext, params: object) -> JSONObject:
         return {"resources": [tool.resource for tool in self._documented().values()], **_FRESH}
 
-    async def _list_resource_templates(self, ctx: RequestContext, params: object) -> dict[str, Any]:
+    async def _list_resource_templates(self, ctx: RequestContext, params: object) -> JSONObject:
         return {"resourceTemplates": [], **_FRESH}
 
-    async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> dict[str, Any]:
+    async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> JSONObject:
         tool = self._documented().get(params.uri)
         if tool is None:
             code = -32602 if _is_modern(ctx.protocol_version) else -32002
@@ -2890,7 +2898,7 @@ class _Explorer:
         headers |= {"Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer"}
         self._answer = functools.partial(JSONResponse, headers=headers)
         prefix = self._options.explorer_prefix
-        shown: dict[str, Any] = {
+        shown: JSONObject = {
             "/": HTMLResponse(page, headers=headers),
             "/server": self.server,
             "/tools": self.tools,
@@ -2996,8 +3004,8 @@ class _Guard:
             # No stream can be resumed: who wants to is given a new one.
             headers = [header for header in scope["headers"] if header[0] != b"last-event-id"]
             scope = {**scope, "headers": headers}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(ClientDisconnect))
+        with ExitStack() as stack:
+            stack.enter_context(suppress(ClientDisconnect))
             if scope.get("method") == "POST":  # a GET may be a stream without an end
                 self._bridge.activity.begin()
                 stack.callback(self._bridge.activity.end)
@@ -3052,7 +3060,7 @@ class _SessionOwner:
 
         if "user" in scope and not isinstance(scope["user"], AuthenticatedUser):
             caller = None
-            with contextlib.suppress(Exception):  # who cannot be read is nobody, and each call of his fails
+            with suppress(Exception):  # who cannot be read is nobody, and each call of his fails
                 caller = _caller(Request(scope))
             if caller is not None:
                 token = AccessToken(token="", client_id=caller.id, scopes=[])
@@ -3119,7 +3127,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     return app
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
     import uvicorn
@@ -3130,7 +3138,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     http = uvicorn.Server(uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False))
     # Or it would take over the signals and raise them again at the end.
-    cast(Any, http).capture_signals = contextlib.nullcontext
+    cast(Any, http).capture_signals = nullcontext
     serving = asyncio.create_task(http.serve([listener]))
     try:
         yield serving
@@ -3151,7 +3159,7 @@ _claim_lock = threading.RLock()
 _claimed: list[tuple[int, int]] = []
 
 
-@contextlib.contextmanager
+@contextmanager
 def _standard_streams(*, for_good: bool = False) -> Iterator[tuple[int, int]]:
     """Take fd 0 and fd 1 for the protocol, as private duplicates that nobody else writes to.
 
@@ -3162,14 +3170,14 @@ def _standard_streams(*, for_good: bool = False) -> Iterator[tuple[int, int]]:
     """
     if not _claim_lock.acquire(blocking=False):
         raise RuntimeError("stdin and stdout are taken: another server of this process uses them")
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(_claim_lock.release)
         if not _claimed:
-            _divert(contextlib.ExitStack() if for_good else stack)
+            _divert(ExitStack() if for_good else stack)
         yield _claimed[0]
 
 
-def _divert(stack: contextlib.ExitStack) -> None:
+def _divert(stack: ExitStack) -> None:
     if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
     with open(os.devnull, "r+b", 0) as nothing:
@@ -3191,13 +3199,13 @@ def _flush_stdout() -> None:
     """Send what Python and C still hold where fd 1 points now; from then on Python does so after each line."""
     import ctypes
 
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it was closed or replaced
+    with suppress(OSError, ValueError, AttributeError):  # it was closed or replaced
         cast(Any, sys.stdout).reconfigure(line_buffering=True)
-    with contextlib.suppress(TypeError):  # Windows has no such library
+    with suppress(TypeError):  # Windows has no such library
         ctypes.CDLL(None).fflush(None)
 
 
-def _as_pipes(wire: tuple[int, int], stack: contextlib.ExitStack) -> tuple[Any, Any]:
+def _as_pipes(wire: tuple[int, int], stack: ExitStack) -> tuple[Any, Any]:
     """Both directions as files that the event loop can wait for; until `stack` ends.
 
     These are sockets in the place of what it cannot wait for: a terminal, a file, Windows' pipes. Threads copy then.
@@ -3210,7 +3218,7 @@ def _as_pipes(wire: tuple[int, int], stack: contextlib.ExitStack) -> tuple[Any, 
         return os.fdopen(os.dup(wire[0]), "rb", 0), os.fdopen(os.dup(wire[1]), "wb", 0)
 
     def copy(source: Any, sink: Any) -> None:
-        with contextlib.suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
+        with suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
             while data := source.read(65536):
                 sink.write(data)
                 sink.flush()
@@ -3226,7 +3234,7 @@ def _as_pipes(wire: tuple[int, int], stack: contextlib.ExitStack) -> tuple[Any, 
     return incoming, outgoing
 
 
-class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"]):
+class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
     """One client at the other end of a wire, as the streams of messages that the SDK's server runs on.
 
     A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error, up to 16 MiB under its id; the
@@ -3250,7 +3258,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
     async def __aexit__(self, *_: object) -> None:
         """Nothing, for the same reason."""
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
         """A place among the calls that run; once what was answered before is written, so that no more piles up."""
         async with self._places:
@@ -3327,7 +3335,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         """One at a time, or all would be text in memory while nobody reads; until most is read or the client gone."""
         async with self._writing:
             self._writer.write(message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 await self._writer.drain()
 
     async def _refuse(self, line: bytes) -> None:
@@ -3347,7 +3355,7 @@ class _StdioConnection(contextlib.AbstractAsyncContextManager["_StdioConnection"
         await self._write(JSONRPCError(jsonrpc="2.0", id=request_id, error=ErrorData(code=code, message=reason)))
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone.
 
@@ -3356,7 +3364,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(_LINE_MAX_BYTES)
-    with _standard_streams() as wire, contextlib.ExitStack() as stack:
+    with _standard_streams() as wire, ExitStack() as stack:
         source, sink = _as_pipes(wire, stack)
         incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
         nothing = asyncio.StreamReader()
@@ -3364,7 +3372,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
         writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
 
         async def end() -> None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 await writer.wait_closed()
             incoming.close()
 
@@ -3389,7 +3397,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 async def run_openai_call(
     registry_or_executor: Registry | Executor | APCore,
     name: str,
-    arguments: str | dict[str, Any],
+    arguments: str | JSONObject,
     *,
     identity: Identity | None = None,
 ) -> str:
@@ -3445,7 +3453,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     return json.dumps(exported, indent=2)
 
 
-def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
+def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
     """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
     if options.transport != "stdio":
         # Who listens everywhere is reached by this machine's own address.
@@ -3461,7 +3469,7 @@ def _client_entry(options: _Options, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def _client_commands(name: str, entry: dict[str, Any]) -> list[str]:
+def _client_commands(name: str, entry: JSONObject) -> list[str]:
     """The shell commands that add a server to clients which have one for it."""
     return [
         f"code --add-mcp {shlex.quote(json.dumps({'name': name, **entry}))}",
@@ -3474,7 +3482,7 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
         await result
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -> AsyncIterator[None]:
     """What is said and called while the server accepts, `where` it does: first when it begins to, then before it ends.
 
@@ -3495,7 +3503,7 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -
     with CancelScope() as starting:
         ended.add_done_callback(lambda _: starting.cancel())
         await _call_back(options.on_startup)
-    async with contextlib.AsyncExitStack() as ending:  # in order, whatever `on_shutdown` raises
+    async with AsyncExitStack() as ending:  # in order, whatever `on_shutdown` raises
         ending.push_async_callback(bridge.finish)
         ending.push_async_callback(_call_back, None if starting.cancelled_caught else options.on_shutdown)
         yield
@@ -3519,7 +3527,7 @@ class _Life:
     def stop(self) -> None:
         """Tell it to end, at any time, from any thread or signal handler."""
         self.ending = True
-        with contextlib.suppress(RuntimeError):  # its loop has been closed
+        with suppress(RuntimeError):  # its loop has been closed
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -3538,7 +3546,7 @@ class _Life:
     async def _run(self) -> None:
         """Build, accept, announce, wait for the end, close."""
         options = self._options
-        async with _Bridge(options) as bridge, contextlib.AsyncExitStack() as stack:
+        async with _Bridge(options) as bridge, AsyncExitStack() as stack:
             app, serving, where = None, None, ""
             if self._mounted:
                 app = await _http_app(bridge)
@@ -3566,7 +3574,7 @@ class _Life:
         try:
             while not running.done():
                 # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
-                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                with suppress(SystemExit, KeyboardInterrupt):
                     loop.run_until_complete(running)
             running.result()
         finally:
@@ -3575,13 +3583,13 @@ class _Life:
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            with suppress(SystemExit, KeyboardInterrupt):
                 tasks.add(loop.create_task(loop.shutdown_asyncgens()))
                 loop.run_until_complete(asyncio.wait(tasks, timeout=1))
             loop.close()  # and the threads
 
 
-def _log_quietly(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _log_quietly(_loop: asyncio.AbstractEventLoop, context: JSONObject) -> None:
     """Log what nobody awaits, as asyncio does, but not what it says: a module's task may quote a sensitive value."""
     error = context.get("exception")
     frames = traceback.extract_tb(getattr(error, "__traceback__", None))
@@ -3602,7 +3610,7 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
 
 
 @functools.partial(_door, _Options)
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     """Serve from inside an asyncio program: an async context manager that yields a Starlette app, already working.
 
@@ -3707,7 +3715,7 @@ def serve(options: _Options) -> None:
             signal.signal(number, former[number])
             os.kill(os.getpid(), number)
 
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 former[number] = signal.getsignal(number)
