@@ -893,8 +893,8 @@ class _Tool:
         self.module_id = descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
         display = module.display if isinstance(module, FunctionModule) else None
-        self.told = _AnnotationMapper(descriptor, options.policies(), display)
-        self.name = self.told.alias
+        self.about = _AnnotationMapper(descriptor, options.policies(), display)
+        self.name = self.about.alias
         if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
             logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
@@ -906,7 +906,7 @@ class _Tool:
         # What results are redacted by; {} when nothing is sensitive.
         self.marks = _marks(output) if options.redact_output else {}
         self.media = _media(output)  # properties that are sent as files, with their media types
-        definition = {"name": self.name, **self.told.to_mcp(), "inputSchema": inputs}
+        definition = {"name": self.name, **self.about.to_mcp(), "inputSchema": inputs}
         promise = _promise(output)
         # Codex shows its model the structured content instead of the content: with both, files would be lost.
         if output and _admits_object(promise) and not self.marks and not self.media:
@@ -920,7 +920,7 @@ class _Tool:
         self.output_validator = _PromiseValidator(self.output_schema)
         # The documentation as MCP's `resources/list` sends it.
         uri = f"docs://{self.module_id}"
-        self.resource = {"uri": uri, "name": self.module_id, **self.told.title, "mimeType": "text/plain"}
+        self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
 
     def _output(self, declared: Any, redact_output: bool) -> JSONSchema:
         """What is known of results as they are sent; {} when nothing is (SRS FR-SCHEMA-005)."""
@@ -1470,7 +1470,7 @@ def _fields(schema: JSONSchema) -> str:
 
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    known, module_id = tool.told.annotations, tool.module_id
+    known, module_id = tool.about.annotations, tool.module_id
     names = dict.fromkeys(f"`{name}`" for name in (tool.name, module_id, _portable_name(module_id)))
     repeatable = known.readonly or known.idempotent
     notes = {
@@ -1491,7 +1491,7 @@ def _document(tool: _Tool) -> str:
     usage = "\n\n".join(_fenced({"jsonrpc": "2.0", "id": 1, **call}) for call in calls)
     further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
     sections = {
-        "Tool Purpose and Description": f"{tool.told.description}\n\n{further}".strip(),
+        "Tool Purpose and Description": f"{tool.about.description}\n\n{further}".strip(),
         "Invocation Name": f"{', or '.join(names)}; version {tool.descriptor.version}",
         "Input Schema (Parameters)": _fields(tool.input_schema),
         "Output Schema (Return Value)": "\n\n".join(returns),
@@ -1725,10 +1725,10 @@ def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
     """Give each tool its alias as its name, where clients can take it and mean no other; all tools by every name."""
     claims = Counter[str]()
     for tool in tools.values():
-        claims.update({_portable_name(tool.module_id), _portable_name(tool.told.alias)})
+        claims.update({_portable_name(tool.module_id), _portable_name(tool.about.alias)})
     by_name = {}
     for tool in tools.values():
-        name = tool.told.alias
+        name = tool.about.alias
         if claims[_portable_name(name)] > 1 or not _ALIAS.fullmatch(name):
             name = tool.module_id
         if tool.name not in (name, tool.module_id):  # said once
@@ -1862,7 +1862,7 @@ class _OpenAIConverter:
         self._embeds, self._strict = embed_annotations, strict
 
     def convert(self, tool: _Tool) -> JSONObject:
-        description = tool.told.description + (tool.told.to_suffix() if self._embeds else "")
+        description = tool.about.description + (tool.about.to_suffix() if self._embeds else "")
         function: JSONObject = {"name": _portable_name(tool.module_id), "description": description}
         function["parameters"] = tool.input_schema
         if self._strict:
@@ -2665,7 +2665,7 @@ class _ExecutionRouter:
         tool = call.tool
         if self._options.validate_inputs or _unknown(tool, call.arguments):
             _check_input(tool, call.arguments)
-        if not (tool.told.annotations.streaming and "progress_token" in call.meta):
+        if not (tool.about.annotations.streaming and "progress_token" in call.meta):
             return await self.executor.call_async(tool.module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: JSONObject = {}
