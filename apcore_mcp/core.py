@@ -232,7 +232,7 @@ class _OwnMetrics(MetricsCollector):
     """A collector made by an option, which nobody else feeds."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Options:
     """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list, checked on construction."""
 
@@ -270,7 +270,7 @@ class _Options:
         source = self.registry_or_executor
         executor = getattr(source, "executor", None)  # of apcore's client, or of whatever has one
         if isinstance(executor, Executor):
-            object.__setattr__(self, "registry_or_executor", executor)
+            self.registry_or_executor = executor
         elif not isinstance(source, Registry | Executor):
             raise TypeError(f"Expected Registry or Executor instance, got {type(source).__name__}")
         for field in dataclasses.fields(self):
@@ -290,14 +290,14 @@ class _Options:
         if not _EXPLORER_PREFIX.fullmatch(prefix):
             plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
             raise ValueError(f"explorer_prefix must be {plain}; got {prefix!r}")
-        object.__setattr__(self, "explorer_prefix", prefix)
+        self.explorer_prefix = prefix
         if self.timeout is not None:
             if not 0 <= self.timeout < math.inf:
                 raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
             if isinstance(self.registry_or_executor, Executor):
                 raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
         if isinstance(self.metrics_collector, bool):
-            object.__setattr__(self, "metrics_collector", _OwnMetrics() if self.metrics_collector else None)
+            self.metrics_collector = _OwnMetrics() if self.metrics_collector else None
         elif self.metrics_collector is not None and not hasattr(self.metrics_collector, "export_prometheus"):
             raise TypeError(f"metrics_collector must have export_prometheus(), got {self.metrics_collector!r:.80}")
         if not all(hasattr(item, "cls") for item in self.middleware or ()):
@@ -317,14 +317,14 @@ class _Options:
             if chosen is None:
                 label, known = field.name.replace("_", " "), ", ".join(choices)
                 raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {known}")
-            object.__setattr__(self, field.name, chosen)
+            setattr(self, field.name, chosen)
         elif value == "" and field.name != "host":  # stdio has none
             raise ValueError(f"{field.name} must not be empty")
 
     @property
     def registry(self) -> Registry:
         source = self.registry_or_executor
-        return source if isinstance(source, Registry) else self.executor().registry
+        return source if isinstance(source, Registry) else self.executor.registry
 
     def policies(self) -> list[ExecutionPolicy]:
         """What an operator demands of calls, whatever modules say of themselves."""
@@ -332,6 +332,7 @@ class _Options:
         steps = source.current_strategy.steps if isinstance(source, Executor) else ()
         return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
 
+    @functools.cached_property
     def executor(self) -> Executor:
         """The Executor that was given, or one made for the registry."""
         source = self.registry_or_executor
@@ -2524,15 +2525,15 @@ class _ExecutionRouter:
     never runs twice; if it ends meanwhile, its result waits for the retry.
     """
 
-    def __init__(self, catalog: _ToolCatalog, executor: Executor, options: _Options) -> None:
+    def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
-        self.executor = executor
+        self._executor = options.executor
         self._options = options
         self.place: Any = nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
         self.parked: dict[str, tuple[_Call, asyncio.Future[Any] | None]] = {}
         self.running: set[_Call] = set()
-        strategy = executor.current_strategy
+        strategy = self._executor.current_strategy
         for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _WatchfulApprovalGate):
                 strategy.replace(step.name, _WatchfulApprovalGate(step))
@@ -2666,10 +2667,10 @@ class _ExecutionRouter:
         if self._options.validate_inputs or _unknown(tool, call.arguments):
             _check_input(tool, call.arguments)
         if not (tool.about.annotations.streaming and "progress_token" in call.meta):
-            return await self.executor.call_async(tool.module_id, call.arguments, context)
+            return await self._executor.call_async(tool.module_id, call.arguments, context)
         # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
         merged: JSONObject = {}
-        stream: Any = self.executor.stream(tool.module_id, call.arguments, context)
+        stream: Any = self._executor.stream(tool.module_id, call.arguments, context)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 _merge(merged, chunk)
@@ -2729,7 +2730,7 @@ class _Bridge:
         self.closing = False
         self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
         self.catalog = _ToolCatalog(options)
-        self.router = _ExecutionRouter(self.catalog, options.executor(), options)
+        self.router = _ExecutionRouter(self.catalog, options)
         self.activity = _Activity()
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
@@ -2737,8 +2738,8 @@ class _Bridge:
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.sessions = AsyncExitStack()  # closed with the server
         if (middleware := options.metrics_middleware()) is not None:
-            self.router.executor.use(middleware)
-            self.sessions.callback(self.router.executor.remove, middleware)
+            options.executor.use(middleware)
+            self.sessions.callback(options.executor.remove, middleware)
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -3419,7 +3420,7 @@ async def run_openai_call(
         inputs = _inputs_of(tool, name, arguments)
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
-    router = _ExecutionRouter(_ToolCatalog(options), options.executor(), options)
+    router = _ExecutionRouter(_ToolCatalog(options), options)
     call = _Call(tool, inputs, options, identity)
     call.task = asyncio.create_task(router.execute(call))
     try:
@@ -3493,7 +3494,7 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
-    is_open = options.approval != "deny" and bridge.router.executor.governance_state().unprotected_control_surface
+    is_open = options.approval != "deny" and options.executor.governance_state().unprotected_control_surface
     if is_open and any(module_id.startswith(_CONTROL) for module_id in bridge.catalog.tools):
         logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
