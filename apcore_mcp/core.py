@@ -2568,8 +2568,7 @@ class _ExecutionRouter:
                 return _failure(f"Module not found: {name}", "MODULE_NOT_FOUND")
             call = _Call(tool, params.arguments or {}, self._options, caller)
             call.attach(ctx)
-            call.task = asyncio.create_task(self.execute(call, self._options.output_formatter))
-            return await self._reply(call)
+            return await self.run(call, self._options.output_formatter)
 
     def _resume(self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]) -> _Call:
         call, answer = self.parked.get(state) or (None, None)
@@ -2587,8 +2586,13 @@ class _ExecutionRouter:
             call.move("runs")
         return call
 
+    async def run(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> JSONObject:
+        """Begin a call; its result, its text as `formatter` writes it, or the question that it asks before."""
+        call.task = asyncio.create_task(self._execute(call, formatter))
+        return await self._reply(call)
+
     async def _reply(self, call: _Call) -> JSONObject:
-        """The call's result, or the question that it asks before."""
+        """The call's result, or the question that it asks before; who waits for it no more has cancelled the call."""
         while call.state not in ("asks", "ended"):
             try:
                 await call.turn.wait()
@@ -2614,8 +2618,8 @@ class _ExecutionRouter:
             logger.warning("Question of %s was not answered in time; its call is given up", call.label)
             call.cancel()
 
-    async def execute(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> JSONObject:
-        """Run the module to its end; the tool result, of whatever kind, its text as `formatter` writes it."""
+    async def _execute(self, call: _Call, formatter: Callable[[Any], str] | None) -> JSONObject:
+        """Run the module to its end; the tool result, of whatever kind."""
         tool = call.tool
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
@@ -2949,11 +2953,9 @@ class _Explorer:
         except (TypeError, ValueError):
             return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
         call = _Call(tool, arguments, self._options, _caller(request))
-        call.task = asyncio.create_task(self._bridge.router.execute(call))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
         gone.add_done_callback(lambda _: call.cancel())
-        result = await call.task
-        del call.task  # or the result stays as long as the call
+        result = await self._bridge.router.run(call)
         gone.cancel()
         text, *files = result["content"]
         if result["isError"]:
@@ -3421,14 +3423,7 @@ async def run_openai_call(
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
     router = _ExecutionRouter(_ToolCatalog(options), options)
-    call = _Call(tool, inputs, options, identity)
-    call.task = asyncio.create_task(router.execute(call))
-    try:
-        result = await asyncio.shield(call.task)
-    except asyncio.CancelledError:
-        call.task.cancel()
-        raise
-    del call.task  # or the result stays as long as the call
+    result = await router.run(_Call(tool, inputs, options, identity))
     text, *files = result["content"]
     kinds = [file.get("resource", file)["mimeType"] for file in files]
     return "\n".join([text["text"], *[f"[a file of type {kind}]" for kind in kinds]])
@@ -3483,14 +3478,8 @@ async def _call_back(callback: Callable[[], Any] | None) -> None:
         await result
 
 
-@asynccontextmanager
-async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -> AsyncIterator[None]:
-    """What is said and called while the server accepts, `where` it does: first when it begins to, then before it ends.
-
-    It may have `ended` before `on_startup` has: then that is cancelled, and `on_shutdown` not called.
-    """
-    from anyio import CancelScope
-
+def _announce(bridge: _Bridge, where: str) -> None:
+    """Say that the server accepts, and `where` it does; and what is unusual about it."""
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
@@ -3501,13 +3490,6 @@ async def _announced(bridge: _Bridge, ended: asyncio.Future[None], where: str) -
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     tools = "1 tool" if count == 1 else f"{count} tools"
     logger.info("apcore-mcp server started: %s registered, transport=%s%s", tools, options.transport, where)
-    with CancelScope() as starting:
-        ended.add_done_callback(lambda _: starting.cancel())
-        await _call_back(options.on_startup)
-    async with AsyncExitStack() as ending:  # in order, whatever `on_shutdown` raises
-        ending.push_async_callback(bridge.finish)
-        ending.push_async_callback(_call_back, None if starting.cancelled_caught else options.on_shutdown)
-        yield
 
 
 class _Life:
@@ -3518,6 +3500,7 @@ class _Life:
     """
 
     def __init__(self, options: _Options, loop: asyncio.AbstractEventLoop, *, mounted: bool = False) -> None:
+        _set_log_level(options)
         self._options = options
         self._loop = loop
         self._mounted = mounted
@@ -3536,35 +3519,43 @@ class _Life:
             self._ended.set_result(None)
 
     async def run(self) -> None:
+        """Build, accept, announce, wait for the end, close."""
         try:
-            await self._run()
+            async with _Bridge(self._options) as bridge, AsyncExitStack() as stack:
+                await self._serve(bridge, stack)
         except BaseException as error:
             self.ending = True  # before anybody is told: a server may be started again
             if self.started.done():
                 raise
             self.started.set_exception(error)
 
-    async def _run(self) -> None:
-        """Build, accept, announce, wait for the end, close."""
+    async def _serve(self, bridge: _Bridge, closing: AsyncExitStack) -> None:
+        """From the first client to the last; whatever one step of `closing` raises, the others follow."""
+        from anyio import CancelScope
+
         options = self._options
-        async with _Bridge(options) as bridge, AsyncExitStack() as stack:
-            app, serving, where = None, None, ""
-            if self._mounted:
-                app = await _http_app(bridge)
-            elif options.transport == "stdio":
-                serving = await stack.enter_async_context(_serve_stdio(bridge))
-            else:
-                serving = await stack.enter_async_context(_serve_http(bridge))
-                where = f", at {options.url}"
-                if options.explorer:
-                    where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
-            if serving is not None:
-                serving.add_done_callback(lambda _: self.stop())
-            async with _announced(bridge, self._ended, where):
-                self.started.set_result(app)
-                await self._ended
-            if serving is not None and serving.done():
-                serving.result()  # an error that ended the transport is the caller's to see
+        app, where = None, ""
+        serving: asyncio.Future[None] = self._ended  # where a host does
+        if self._mounted:
+            app = await _http_app(bridge)
+        elif options.transport == "stdio":
+            serving = await closing.enter_async_context(_serve_stdio(bridge))
+        else:
+            serving = await closing.enter_async_context(_serve_http(bridge))
+            where = f", at {options.url}"
+            if options.explorer:
+                where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
+        serving.add_done_callback(lambda _: self.stop())
+        closing.push_async_callback(bridge.finish)
+        _announce(bridge, where)
+        with CancelScope() as starting:  # it may be told to end before `on_startup` has
+            self._ended.add_done_callback(lambda _: starting.cancel())
+            await _call_back(options.on_startup)
+            closing.push_async_callback(_call_back, options.on_shutdown)
+        self.started.set_result(app)
+        await self._ended
+        if serving.done():
+            serving.result()  # an error that ended the transport is the caller's to see
 
     def block(self) -> None:
         """Run on a loop that is this life's own, and close it."""
@@ -3602,9 +3593,7 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
 
     @functools.wraps(enter)
     def door(*args: P.args, **kwargs: P.kwargs) -> T:
-        checked = _options_of(f"{enter.__name__}()", *args, **kwargs)
-        _set_log_level(checked)
-        return enter(checked)
+        return enter(_options_of(f"{enter.__name__}()", *args, **kwargs))
 
     vars(door)["__signature__"] = inspect.signature(options).replace(return_annotation=enter.__annotations__["return"])
     return door
@@ -3650,7 +3639,6 @@ class MCPServer:
 
     def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
-        _set_log_level(self._options)
         self._lock = threading.Lock()
         self._life: _Life | None = None
         self._thread: threading.Thread | None = None
@@ -3714,7 +3702,7 @@ def serve(options: _Options) -> None:
             life.stop()
         else:  # a process that a module forked, where it does what it would have done without us
             signal.signal(number, former[number])
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
