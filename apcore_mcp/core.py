@@ -2116,12 +2116,12 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
 _CALLER_NAMES = (("access_token", "subject"), ("access_token", "client_id"), ("", "identity"), ("", "display_name"))
 
 
-def _caller(request: Request | None) -> Identity | None:
-    """Whom ASGI middleware authenticated as the maker of a request; None for nobody, and on stdio."""
-    user = None if request is None else request.scope.get("user")
-    if request is None or not getattr(user, "is_authenticated", False):
+def _caller(scope: Mapping[str, Any]) -> Identity | None:
+    """Whom ASGI middleware authenticated as the maker of a request; None for nobody."""
+    user = scope.get("user")
+    if not getattr(user, "is_authenticated", False):
         return None
-    roles = tuple(getattr(request.scope.get("auth"), "scopes", None) or ())
+    roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
     for holder, attribute in _CALLER_NAMES:
         with suppress(AttributeError, NotImplementedError):
             name = getattr(getattr(user, holder) if holder else user, attribute)
@@ -2552,7 +2552,7 @@ class _ExecutionRouter:
             if self._stopped:
                 raise _protocol_error(-32000, "Server is shutting down")
             try:
-                caller = _caller(ctx.request)
+                caller = _caller(ctx.request.scope) if ctx.request is not None else None
             except Exception:  # a user of a class of its own
                 logger.exception("Tool call error: %.200s - its caller cannot be read", params.name)
                 return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
@@ -2696,25 +2696,13 @@ def _connection_of(session: ServerSession) -> Connection:
     return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
-class _Activity:
-    """How much has been asked and not answered yet: `join()` waits until that is nothing. Event loop only."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._nothing = asyncio.Event()
-        self._nothing.set()
+class _Activity(asyncio.Queue[None]):
+    """What has been asked and not answered yet, as a queue counts it: `join()` waits until that is nothing."""
 
     def begin(self) -> None:
-        self._count += 1
-        self._nothing.clear()
-
-    def end(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._nothing.set()
-
-    async def join(self) -> None:
-        await self._nothing.wait()
+        """Count one more, until `task_done()`."""
+        self.put_nowait(None)
+        self.get_nowait()
 
 
 class _Bridge:
@@ -2732,7 +2720,9 @@ class _Bridge:
 
         self.options = options
         self.closing = False
-        self.deadline = 0.0  # when the server ends, and with it whatever goes on; 0 until it is told to
+        self.deadline = (
+            0.0  # of the server and whatever goes on, by the loop's clock; 0 until it is told to end
+        )
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options)
         self.activity = _Activity()
@@ -2744,17 +2734,16 @@ class _Bridge:
         if (middleware := options.metrics_middleware()) is not None:
             options.executor.use(middleware)
             self.sessions.callback(options.executor.remove, middleware)
-        self.server: Any = Server(
-            options.name,
-            version=options.version or __version__,
-            instructions=options.instructions,
-            on_list_tools=cast(Any, self._list_tools),
-            on_call_tool=cast(Any, self.router.handle_call),
-            on_list_resources=cast(Any, self._list_resources),
-            on_list_resource_templates=cast(Any, self._list_resource_templates),
-            on_read_resource=cast(Any, self._read_resource),
-            on_subscriptions_listen=self._listen,
-        )
+        handlers: JSONObject = {
+            "on_list_tools": self._list_tools,
+            "on_call_tool": self.router.handle_call,
+            "on_list_resources": self._list_resources,
+            "on_list_resource_templates": self._list_resource_templates,
+            "on_read_resource": self._read_resource,
+            "on_subscriptions_listen": self._listen,
+        }
+        version = options.version or __version__
+        self.server: Any = Server(options.name, version=version, instructions=options.instructions, **handlers)
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
         self._fresh = {**_FRESH, "_meta": {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}}
@@ -2773,20 +2762,19 @@ class _Bridge:
 
     async def finish(self, *, closing: bool = True) -> None:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
+        from anyio import CancelScope, current_time
+
         self.closing = closing
-        self.deadline = self.deadline or time.monotonic() + _SHUTDOWN_SECONDS
+        self.deadline = self.deadline or current_time() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
-            await self._answered(self.deadline)
+            with CancelScope(deadline=self.deadline):
+                await self.activity.join()
             self.router.stop()
-            await self._answered(self.deadline + 0.5)  # so that who asked is told
+            with CancelScope(deadline=self.deadline + 0.5):  # so that who asked is told
+                await self.activity.join()
             for each in self.endless:
                 each.cancel()
-
-    async def _answered(self, limit: float) -> None:
-        """Wait until nothing is left to answer, or for the `limit` (monotonic seconds)."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.activity.join(), limit - time.monotonic())
 
     async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
@@ -2795,7 +2783,7 @@ class _Bridge:
         if self.closing:
             raise _protocol_error(-32000, "Server is shutting down")
         self.activity.begin()  # until the request's own task ends, when the answer has been handed over
-        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
+        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.task_done())
         connection = _connection_of(ctx.session)
         version = (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
         if version not in (None, ctx.protocol_version) and ctx.method != "initialize":
@@ -2952,7 +2940,7 @@ class _Explorer:
             arguments = {**from_json(await request.body(), allow_inf_nan=False)}
         except (TypeError, ValueError):
             return self._answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
-        call = _Call(tool, arguments, self._options, _caller(request))
+        call = _Call(tool, arguments, self._options, _caller(request.scope))
         gone = asyncio.ensure_future(request.receive())  # the body has been read, so all that can come is the end
         gone.add_done_callback(lambda _: call.cancel())
         result = await self._bridge.router.run(call)
@@ -3011,7 +2999,7 @@ class _Guard:
             stack.enter_context(suppress(ClientDisconnect))
             if scope.get("method") == "POST":  # a GET may be a stream without an end
                 self._bridge.activity.begin()
-                stack.callback(self._bridge.activity.end)
+                stack.callback(self._bridge.activity.task_done)
             await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -3047,28 +3035,25 @@ class _Guard:
         return bool(named[2]) or any(fnmatchcase(host, pattern) for pattern in allowed)
 
 
-class _SessionOwner:
+def _own_sessions(app: ASGIApp) -> ASGIApp:
     """ASGI middleware behind the user's own: a session belongs to the caller who opened it; to others there is none.
 
     The SDK sees to that for users of its own kind, so any other caller becomes one.
     """
+    from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+    from mcp.server.auth.provider import AccessToken
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
-        from mcp.server.auth.provider import AccessToken
-        from starlette.requests import Request
-
-        if "user" in scope and not isinstance(scope["user"], AuthenticatedUser):
-            caller = None
+    async def owned(scope: Scope, receive: Receive, send: Send) -> None:
+        caller = None
+        if not isinstance(scope.get("user"), AuthenticatedUser):
             with suppress(Exception):  # who cannot be read is nobody, and each call of his fails
-                caller = _caller(Request(scope))
-            if caller is not None:
-                token = AccessToken(token="", client_id=caller.id, scopes=[])
-                scope = {**scope, "user": AuthenticatedUser(token)}
-        await self._app(scope, receive, send)
+                caller = _caller(scope)
+        if caller is not None:
+            token = AccessToken(token="", client_id=caller.id, scopes=[])
+            scope = {**scope, "user": AuthenticatedUser(token)}
+        await app(scope, receive, send)
+
+    return owned
 
 
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
@@ -3076,12 +3061,18 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Route
 
-    options, started = bridge.options, time.monotonic()
+    options = bridge.options
+    started = time.monotonic()
 
     async def health(request: Request) -> Response:
-        count = len(bridge.catalog.tools)
-        facts = {"uptime_seconds": time.monotonic() - started, "version": options.version or __version__}
-        return JSONResponse({"status": "ok", "module_count": count, "tools_count": count, **facts})
+        told = {
+            "status": "ok",
+            "module_count": len(bridge.catalog.tools),
+            "tools_count": len(bridge.catalog.tools),
+            "uptime_seconds": time.monotonic() - started,
+            "version": options.version or __version__,
+        }
+        return JSONResponse(told)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
@@ -3089,7 +3080,9 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     routes: list[BaseRoute] = [Route("/health", health)]
     if options.metrics_collector is not None:
         routes.append(Route("/metrics", metrics))
-    return routes + (_Explorer(bridge).routes if options.explorer else [])
+    if options.explorer:
+        routes += _Explorer(bridge).routes
+    return routes
 
 
 async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receive, send: Send) -> None:
@@ -3123,7 +3116,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
     guard = Middleware(cast(Any, _Guard), bridge=bridge)
-    middleware = [bounded, guard, *(options.middleware or ()), Middleware(_SessionOwner)]
+    middleware = [bounded, guard, *(options.middleware or ()), Middleware(_own_sessions)]
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
     app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
@@ -3148,10 +3141,11 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         http.should_exit = True
         # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-        for seconds in (max(0.2, bridge.deadline - time.monotonic()), 2):
-            await asyncio.wait({serving}, timeout=seconds)
-            for connection in [*http.server_state.connections]:
-                connection.transport.abort()
+        left = bridge.deadline - serving.get_loop().time()
+        await asyncio.wait({serving}, timeout=max(0.2, left))
+        for connection in [*http.server_state.connections]:
+            connection.transport.abort()
+        await asyncio.wait({serving}, timeout=2)
 
 
 # ---- stdio: pipes, and who owns the standard streams ----
@@ -3332,7 +3326,7 @@ class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
                 await self._settle()
 
     async def _settle(self) -> None:
-        self._bridge.activity.end()
+        self._bridge.activity.task_done()
 
     async def _write(self, message: JSONRPCMessage) -> None:
         """One at a time, or all would be text in memory while nobody reads; until most is read or the client gone."""
