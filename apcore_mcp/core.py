@@ -42,7 +42,6 @@ import itertools
 import json
 import logging
 import math
-import operator
 import os
 import posixpath
 import queue
@@ -127,7 +126,7 @@ from apcore.utils.pattern import match_glob
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidAnswer
-from jsonschema.validators import extend
+from jsonschema.validators import create, extend
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -1237,7 +1236,7 @@ def _faults_of(error: Any, above: tuple[Any, ...] = ()) -> Iterator[_Fault]:
         yield path, error.validator, error.message
 
 
-def _meant(faults: Iterable[_Fault], depth: int = 0) -> list[_Fault]:
+def _meant_faults(faults: Iterable[_Fault], depth: int = 0) -> list[_Fault]:
     """Of `faults`, which have `depth` steps in common, those by the branch of each union that was meant.
 
     That is one for values of this kind, if there is any, then one whose tag is right, then one with few faults.
@@ -1251,9 +1250,9 @@ def _meant(faults: Iterable[_Fault], depth: int = 0) -> list[_Fault]:
         if not step:
             kept += part
         elif isinstance(step[0], tuple):
-            branches.append(_meant(part, depth + 1))
+            branches.append(_meant_faults(part, depth + 1))
         else:
-            kept += _meant(part, depth + 1)
+            kept += _meant_faults(part, depth + 1)
 
     def misfit(branch: list[_Fault]) -> int:
         points = 0
@@ -1278,7 +1277,7 @@ _CHOICES = ("const", "enum", "literal_error")
 def _errors_of(tool: _Tool, faults: list[list[_Fault]]) -> list[dict[str, str]]:
     """Faults in apcore's form. Inside of a secret only names that its schema knows are told."""
     distinct: dict[_Fault, None] = {}
-    for path, code, message in _meant(itertools.chain(*faults)):
+    for path, code, message in _meant_faults(itertools.chain(*faults)):
         in_arguments = tuple(step for step in path if not isinstance(step, tuple))
         distinct[in_arguments, code, message] = None
     errors: list[dict[str, str]] = []
@@ -1846,39 +1845,50 @@ _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id star
 # What constrains a value, and the one description that a model is to read.
 _STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
 # What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
-_STRICT_TELLS: dict[str, Callable[[Any], object]] = {
-    **dict.fromkeys(frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED), lambda _: True),
-    "format": lambda name: name not in SUPPORTED_FORMATS,
-    "pattern": re.compile(r"\(\?<?[=!]").search,  # it looks around, as pydantic's of a Decimal
-}
+_STRICT_TELLS = frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED)
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal does
 
 
+@dataclasses.dataclass
 class _OpenAIConverter:
     """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
 
     What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
     """
 
-    def __init__(self, *, embed_annotations: bool = False, strict: bool = False) -> None:
-        self._embeds, self._strict = embed_annotations, strict
+    embed_annotations: bool = False
+    strict: bool = False
 
     def convert(self, tool: _Tool) -> JSONObject:
-        description = tool.about.description + (tool.about.to_suffix() if self._embeds else "")
-        function: JSONObject = {"name": _portable_name(tool.module_id), "description": description}
+        function: JSONObject = {"name": _portable_name(tool.module_id), "description": tool.about.description}
+        if self.embed_annotations:
+            function["description"] += tool.about.to_suffix()
         function["parameters"] = tool.input_schema
-        if self._strict:
-            function |= {"parameters": _to_strict(tool.input_schema), "strict": True}
+        if self.strict:
+            function["parameters"] = _to_strict(tool.input_schema)
+            function["strict"] = True
             self._warn(tool, function["parameters"])
         return {"type": "function", "function": function}
 
     def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
         found = detect_openai_strict_incompatibilities(strict)
-        own, left = (_views(schema, under=_WITH_SCHEMAS) for schema in (tool.input_schema, strict))
-        found += ["additionalProperties: true" for node in own if node.get("additionalProperties", False) is not False]
-        found += ["a value of any type" for node in left if not node.keys() & {"type", "enum", "const", "anyOf"}]
+        for node in _views(tool.input_schema, under=_WITH_SCHEMAS - _NOT_FOLLOWED):
+            if node.get("additionalProperties", False) is not False:
+                found.append("additionalProperties: true")
+            if node.keys().isdisjoint(["type", "enum", "const", "anyOf", "oneOf"]):
+                found.append("a value of any type")
         if found:
             text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
             logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
+
+
+def _is_told(keyword: str, value: Any) -> bool:
+    """Whether OpenAI refuses a keyword, at least with this value, that a model can be told of."""
+    if keyword == "format":
+        return value not in SUPPORTED_FORMATS
+    if keyword == "pattern":
+        return _LOOKS_AROUND.search(value) is not None
+    return keyword in _STRICT_TELLS
 
 
 def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
@@ -1888,21 +1898,26 @@ def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
     `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
     """
-    told = {key: value for key, value in schema.items() if key in _STRICT_TELLS and _STRICT_TELLS[key](value)}
-    renamed = {} if "anyOf" in schema else {"oneOf": "anyOf"}
-    kept = {renamed.get(key, key): schema[key] for key in schema if key in _STRICT_KEEPS and key not in told}
+    kept: JSONSchema = {}
+    told: list[str] = []
+    for keyword, value in schema.items():
+        if _is_told(keyword, value):
+            told.append(f"{keyword}: {value if isinstance(value, str) else _to_text(value)}")
+        elif keyword == "oneOf" and "anyOf" not in schema:
+            kept["anyOf"] = value
+        elif keyword in _STRICT_KEEPS:
+            kept[keyword] = value
     strict = _map_subschemas(kept, _to_strict)
     if told:
-        words = ", ".join(f"{k}: {v if isinstance(v, str) else _to_text(v)}" for k, v in told.items())
-        strict["description"] = f"{schema.get('description', '')} ({words})".lstrip()
+        strict["description"] = f"{schema.get('description', '')} ({', '.join(told)})".lstrip()
     if "properties" in schema or "object" in _types(schema):
-        needed = {*schema.get("required", ())}
-        for name, field in schema.get("properties", {}).items():
-            if "const" in field and field["const"] == field.get("default"):
-                needed.add(name)  # the tag of a union: without it nothing tells which branch was meant
         properties = strict.get("properties", {})
-        strict["properties"] = {k: v if k in needed else _nullable(v) for k, v in properties.items()}
-        strict |= {"required": sorted(properties), "additionalProperties": False}
+        for name, field in schema.get("properties", {}).items():
+            # Without the tag of a union nothing tells which branch was meant.
+            is_tag = "const" in field and field["const"] == field.get("default")
+            if name not in schema.get("required", ()) and not is_tag:
+                properties[name] = _nullable(properties[name])
+        strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
     return strict
 
 
@@ -1910,53 +1925,64 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
     """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
     if _is_valid(None, schema):
         return schema
-    if "type" in schema and not schema.keys() & {"anyOf", "allOf", "oneOf", "not", "if", "const"}:
-        enum = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
-        return {**schema, **enum, "type": [*dict.fromkeys([*_types(schema), "null"])]}
-    return {"anyOf": [schema, {"type": "null"}]}
+    nullable = {**schema}
+    if "type" in schema:
+        nullable["type"] = [*dict.fromkeys([*_types(schema), "null"])]
+    if "enum" in schema:
+        nullable["enum"] = [*schema["enum"], None]
+    return nullable if _is_valid(None, nullable) else {"anyOf": [schema, {"type": "null"}]}
 
 
-def _drop_nulls(value: Any, schema: JSONSchema) -> tuple[Any, int]:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
-
-    Also returns how well `value` fits: 2 as strict mode has it written, 1 as the schema lets others write it, 0 not, as
-    far as types, names and tags tell. Of a union that chooses the branch; nothing is changed by one that does not fit.
-    """
-    types = _types(schema)
-    fits = 2 if not types or any(Draft202012Validator.TYPE_CHECKER.is_type(value, kind) for kind in types) else 0
-    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
-        fits = 0
-    for part in schema.get("allOf", ()):
-        value, fit = _drop_nulls(value, part)
-        fits = min(fits, fit)
-    for keyword in schema.keys() & {"anyOf", "oneOf"}:
-        candidate, fit = max((_drop_nulls(value, branch) for branch in schema[keyword]), key=operator.itemgetter(1))
-        value = candidate if fit else value
-        fits = min(fits, fit)
-    if isinstance(value, list):
-        value = [*value]
-        for index in range(len(value)):
-            for inner in _inside([schema], index):
-                value[index], fit = _drop_nulls(value[index], inner)
-                fits = min(fits, fit)
-    elif isinstance(value, dict):
-        properties = schema.get("properties", {})
-        if (properties or "object" in types) and value.keys() != properties.keys():
-            fits = min(fits, 1)
-        if schema.get("additionalProperties") is False and not value.keys() <= properties.keys():
-            fits = 0
-        given, value = value, {}
-        for name, item in given.items():
+def _written_properties(validator: Any, _properties: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
+    """What speaks against an object that a model wrote: a name it cannot have, and what its properties cannot be."""
+    if isinstance(value, dict):
+        for name, item in value.items():
             inside = [*_inside([schema], name)]
-            if item is None and not all(_is_valid(None, inner) for inner in inside):
-                continue
-            for inner in inside:
-                item, fit = _drop_nulls(item, inner)
-                fits = min(fits, fit)
-            value[name] = item
-        if not value.keys() >= {*schema.get("required", ())}:
-            fits = 0
-    return value, fits
+            if not inside:
+                yield InvalidAnswer(f"{name!r} is unknown")
+            if item is not None or name in schema.get("required", ()):  # null may stand for what is absent
+                for inner in inside:
+                    yield from validator.descend(item, inner)
+
+
+# Whether a model may have meant a schema by a value, as far as types, names and tags tell: some of the other keywords
+# would keep jsonschema busy for long.
+_TELLING = {
+    key: Draft202012Validator.VALIDATORS[key] for key in "type enum const required items prefixItems anyOf".split()
+}
+_MeantValidator: Any = create({}, {**_TELLING, "oneOf": _TELLING["anyOf"], "properties": _written_properties})
+
+
+def _count_names(branch: JSONSchema) -> float:
+    """In strict mode a model writes all properties, so that of several branches the one with the fewest was meant."""
+    return len(branch["properties"]) if "properties" in branch else math.inf
+
+
+def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
+    """`schemas` and all in them that apply to a value which a model wrote: of a union the branch that it meant."""
+    for schema in schemas:
+        yield schema
+        yield from _meant(value, *schema.get("allOf", ()))
+        for keyword in ("anyOf", "oneOf"):
+            for branch in sorted(schema.get(keyword, ()), key=_count_names):
+                if _MeantValidator(branch).is_valid(value):
+                    yield from _meant(value, branch)
+                    break
+
+
+def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+    views = [*_meant(value, *schemas)]
+    if isinstance(value, list):
+        return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        inside = [*_inside(views, name)]
+        if item is not None or all(_is_valid(None, inner) for inner in inside):
+            kept[name] = _drop_nulls(item, *inside)
+    return kept
 
 
 def to_openai_tools(
@@ -1979,6 +2005,10 @@ def to_openai_tools(
     return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
 
 
+class _NotOffered(ValueError):
+    """A model called a function that it was not offered."""
+
+
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
     """Turn an OpenAI function name back into the module id it was made from.
 
@@ -1993,7 +2023,7 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
     for module_id in registry.list() if registry is not None else ():
         if _portable_name(module_id) == name:
             return module_id
-    raise ValueError(f"Function name {name!r} was shortened, and no registry is given that has its module")
+    raise _NotOffered(f"Function name {name!r} was shortened, and no registry is given that has its module")
 
 
 def from_openai_call(
@@ -2011,27 +2041,21 @@ def from_openai_call(
     Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
     ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
     """
-    options = _Options(registry_or_executor)
-    tool = _offered(options, name)
+    tool, inputs = _read_call(_Options(registry_or_executor), name, arguments)
+    return tool.module_id, inputs
+
+
+def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tuple[_Tool, JSONObject]:
+    """The tool that a model called, and what with."""
+    module_id, tool = from_openai_name(name, options.registry), None
+    if module_id in options.registry.list(prefix=module_id):
+        tool = _ToolCatalog(options).build(module_id)
     if tool is None:
-        raise ValueError(f"to_openai_tools() offers no function {name!r}")
-    return tool.module_id, _inputs_of(tool, name, arguments)
-
-
-def _offered(options: _Options, name: str) -> _Tool | None:
-    """What `to_openai_tools` offers under the name of a function."""
-    with suppress(ValueError):
-        module_id = from_openai_name(name, options.registry)
-        if module_id in options.registry.list(prefix=module_id):
-            return _ToolCatalog(options).build(module_id)
-    return None
-
-
-def _inputs_of(tool: _Tool, name: str, arguments: str | JSONObject) -> JSONObject:
+        raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return cast(JSONObject, _drop_nulls(inputs, tool.input_schema)[0])
+    return tool, _drop_nulls(inputs, tool.input_schema)
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -3409,11 +3433,10 @@ async def run_openai_call(
     module raised.
     """
     options = _Options(registry_or_executor)
-    tool = _offered(options, name)
-    if tool is None:
-        return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
     try:
-        inputs = _inputs_of(tool, name, arguments)
+        tool, inputs = _read_call(options, name, arguments)
+    except _NotOffered:
+        return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
     router = _ExecutionRouter(_ToolCatalog(options), options)
