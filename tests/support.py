@@ -761,13 +761,14 @@ def messages(stdout: bytes) -> list[dict[str, Any]]:
     return decoded
 
 
-def wait_for_stderr(client: RawClient, words: str) -> None:
+def wait_for_stderr(client: RawClient, words: str) -> str:
+    """What the server says until a line has these `words`."""
     assert client.process.stderr is not None
     seen = []
     while text := client.process.stderr.readline().decode():
         seen.append(text)
         if words in text:
-            return
+            return "".join(seen)
     raise AssertionError(f"the server ended without saying {words!r}: {''.join(seen)}")
 
 
