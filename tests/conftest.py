@@ -28,6 +28,8 @@ from apcore_mcp import MCPServer
 signal.signal(signal.SIGINT, signal.default_int_handler)  # or what a shell's background job starts ignores Ctrl-C
 os.environ.pop("PYTHONUNBUFFERED", None)  # what is printed before `serve()` is kept off the wire while in a buffer
 ROOT = Path(__file__).resolve().parent.parent
+# Whatever else is installed, what tests start imports this checkout's package.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 EXTENSIONS = ROOT / "examples" / "extensions"
 HANDSHAKE, MODERN = "legacy", "2026-07-28"
 """The two protocol eras, as the SDK's client names its modes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import os
 import re
+import subprocess
 import sys
 import tokenize
 import tomllib
@@ -108,6 +110,15 @@ def test_what_the_project_declares_is_what_is_required() -> None:
 
 
 @pytest.mark.requirement("NFR-MAINT-003")
+def test_what_tests_start_is_this_checkout_though_another_copy_could_be_found(tmp_path: Path) -> None:
+    (tmp_path / "apcore_mcp").mkdir()
+    (tmp_path / "apcore_mcp" / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}"}
+    program = [sys.executable, "-P", "-c", "import apcore_mcp; print(apcore_mcp.__file__)"]
+    started = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    assert Path(started.stdout.strip()).parent == ROOT / "apcore_mcp" == Path(apcore_mcp.core.__file__).parent
+
+
 def test_everything_public_is_annotated() -> None:
     assert Path(apcore_mcp.core.__file__).with_name("py.typed").exists()
     public = [getattr(apcore_mcp, name) for name in apcore_mcp.__all__]
