@@ -71,7 +71,6 @@ from contextlib import (
 )
 from decimal import Decimal
 from fnmatch import fnmatchcase
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import (
@@ -1540,7 +1539,7 @@ class _Files:
         # Only private names tell where it looks for files, and how.
         self._registry = cast(Any, weakref.proxy(registry))
         self._lock = threading.Lock()
-        self._made: dict[str, JSONObject] = {}  # modules by file and id
+        self._made: dict[str, tuple[str, Any]] = {}  # by id, the file and the module
         self._refused: set[str] = set()  # files of which the registry would not take everything
         # Size and time of each file. What the registry's own `discover()` has loaded stays until its file changes.
         self._seen = self._look() if registry.list() else {}
@@ -1548,7 +1547,7 @@ class _Files:
             module_id = self._registry._canonical_id_for_path(path)
             module = self._registry.get(module_id)
             if type(module).__module__.startswith("apcore_ext"):
-                self._made[path] = {module_id: module}
+                self._made[module_id] = (path, module)
 
     def update(self) -> None:
         """Take in what has changed since the last time: at first, everything."""
@@ -1560,51 +1559,50 @@ class _Files:
                 return
             changed |= self._refused
             self._refused = set()
-            for path in itertools.filterfalse(os.path.islink, changed):
-                _forget(self._place(path))
+            _forget({self._place(path) for path in changed if not os.path.islink(path)})
             defined: dict[str, list[_Registration]] = {}
             for path in sorted(changed):
                 with _left_out(path):
                     defined[path] = self._define(path) if path in self._seen else []
             # All that goes before any that comes: an id may have moved from one file to another.
-            for path in defined:
-                for module_id, module in self._made.pop(path, {}).items():
+            for module_id, (path, module) in [*self._made.items()]:
+                if path in defined:
+                    del self._made[module_id]
                     with _left_out(f"Module {module_id}"):
                         if self._registry.get(module_id) is module:  # or somebody has put another one in its place
                             self._registry.unregister(module_id)
-            for path, modules in defined.items():
-                taken = self._made.setdefault(path, {})
-                for made in modules:
+            for path, registrations in defined.items():
+                for module_id, module, *more in registrations:
                     with _left_out(path):
-                        self._register(made)
-                        taken[made[0]] = made[1]
-                if len(taken) < len(modules):
-                    self._refused.add(path)
+                        if self._registry.has(module_id):  # of classes, it would take another version
+                            raise ValueError(f"Module ID '{module_id}' is already registered")
+                        self._registry.register(module_id, module, *more)
+                    if self._registry.get(module_id) is module:
+                        self._made[module_id] = (path, module)
+                    else:
+                        self._refused.add(path)
 
     def _look(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file that may define modules, or say what they are."""
+        """Size and time of each file that may define modules, or say what they are; and of each link to a folder."""
         max_depth, _, ignored = self._registry._scan_params()
+        ignored.append("node_modules")
         seen = {}
 
-        def is_taken(name: str) -> bool:
-            passed_over = name.startswith((".", "_")) or name == "node_modules"
-            return not passed_over and not any(match_glob(pattern, name) for pattern in ignored)
+        def look(folder: str, depth: int) -> None:
+            for entry in os.scandir(folder):
+                if entry.name.startswith((".", "_")) or any(match_glob(pattern, entry.name) for pattern in ignored):
+                    continue
+                with suppress(OSError):  # gone meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth < max_depth:
+                            look(entry.path, depth + 1)
+                    elif entry.name.endswith((".py", "_meta.yaml", ".binding.yaml")) or entry.is_dir():
+                        found = entry.stat(follow_symlinks=False)
+                        seen[entry.path] = (found.st_size, found.st_mtime_ns)
 
         for root in self._registry._extension_roots:
-            top = os.path.realpath(root["root"])
-            for folder, folders, names in os.walk(top):
-                folders[:] = filter(is_taken, folders)
-                if folder.count(os.sep) - top.count(os.sep) + 1 >= max_depth:
-                    folders.clear()
-                paths = [os.path.join(folder, name) for name in folders]
-                paths = [path for path in paths if os.path.islink(path)]  # to be told of
-                for name in filter(is_taken, names):
-                    if name.endswith((".py", "_meta.yaml", ".binding.yaml")):
-                        paths.append(os.path.join(folder, name))
-                for path in paths:
-                    with suppress(OSError):  # gone meanwhile
-                        found = os.lstat(path)
-                        seen[path] = (found.st_size, found.st_mtime_ns)
+            with suppress(OSError):
+                look(os.path.realpath(root["root"]), 1)
         return seen
 
     def _place(self, path: str) -> str:
@@ -1641,31 +1639,25 @@ class _Files:
             made.append((place.removeprefix("apcore_ext."), module(), str(version), metadata))
         return made
 
-    def _register(self, made: _Registration) -> None:
-        if self._registry.has(made[0]):  # of classes, it would take another version
-            raise ValueError(f"Module ID '{made[0]}' is already registered")
-        self._registry.register(*made)
-
 
 def _run_file(path: str, place: str) -> JSONObject:
     """What a file defines when it runs as the module `place`.
 
     From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
     """
-    loader = SourceFileLoader(place, path)
     module = ModuleType(place)
     module.__file__ = path
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
     sys.modules.setdefault("apcore_ext", ModuleType("apcore_ext"))  # pickle imports it, too
-    exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
     return dict(vars(module))
 
 
-def _forget(place: str) -> None:
-    """Take a file's functions out of apcore's default client, where `@apcore.module(...)` registers them only once."""
+def _forget(places: set[str]) -> None:
+    """Take files' functions out of apcore's default client, where `@apcore.module(...)` registers them only once."""
     default = cast(Any, apcore)._default_client.registry
     for module_id, module in default.iter(include_hidden=True):
-        if getattr(getattr(module, "_func", None), "__module__", "") == place:
+        if getattr(getattr(module, "_func", None), "__module__", "") in places:
             default.unregister(module_id)
 
 
@@ -1674,14 +1666,13 @@ def _bindings(path: str) -> list[_Registration]:
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
-    bound = Registry()
-    BindingLoader().load_bindings(path, bound)
-    for _, module in bound.iter(include_hidden=True):
+    bound = BindingLoader().load_bindings(path, Registry())
+    for module in bound:
         name = getattr(module._func, "__module__", "")
         beside = os.path.join(folder, f"{name}.py")
         if os.path.exists(beside) and sys.modules[name].__file__ != beside:
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-    return [*bound.iter(include_hidden=True)]
+    return [(module.module_id, module) for module in bound]
 
 
 _FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
@@ -1728,14 +1719,14 @@ def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
         claims.update({_portable_name(tool.module_id), _portable_name(tool.about.alias)})
     by_name = {}
     for tool in tools.values():
-        name = tool.about.alias
-        if claims[_portable_name(name)] > 1 or not _ALIAS.fullmatch(name):
-            name = tool.module_id
-        if tool.name not in (name, tool.module_id):  # said once
+        alias = tool.about.alias
+        if claims[_portable_name(alias)] == 1 and _ALIAS.fullmatch(alias):
+            tool.name = alias
+        elif tool.name != tool.module_id:  # said once
+            tool.name = tool.module_id
             text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
-            logger.warning(text, tool.module_id, tool.name)
-        tool.name = name
-        for spelling in (name, _portable_name(name), _portable_name(tool.module_id)):
+            logger.warning(text, tool.module_id, alias)
+        for spelling in (tool.name, _portable_name(tool.name), _portable_name(tool.module_id)):
             by_name[spelling] = tool
     return {**by_name, **tools}
 
@@ -1818,20 +1809,22 @@ class _ToolCatalog:
 
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
+        options = self._options
+        if module_id.startswith(tuple(options.exclude or ())):
+            return None
         with _left_out(f"Module {module_id}"):
-            module, told = self._registry.get(module_id), self._registry.get_module_metadata(module_id)
-            tags = [*told.get("tags", ()), *(getattr(module, "tags", None) or ())]
-            if module is None or not all(tag in tags for tag in self._options.tags or ()):
-                return None
-            if module_id.startswith(tuple(self._options.exclude or ())):
-                return None
+            module = self._registry.get(module_id)
             descriptor = self._registry.get_definition(module_id)
             if module is not self._registry.get(module_id):  # what is said of it may be of its successor
                 return self.build(module_id)
-            assert descriptor is not None, "it has no definition"
-            if self._options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
+            if descriptor is None:
                 return None
-            return _Tool(descriptor, module, self._options)
+            tags = [*descriptor.tags, *(getattr(module, "tags", None) or ())]
+            if not all(tag in tags for tag in options.tags or ()):
+                return None
+            if options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
+                return None
+            return _Tool(descriptor, module, options)
         return None
 
     def _follow_files(self, files: _Files) -> None:
