@@ -35,16 +35,12 @@ _AT_A_TERMINAL = (
 )
 
 
-class _Version(argparse.Action):
+def _version(text: str) -> str:
     """`--version TEXT` is what clients are told; alone it prints the version of this package."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, _: Any = None
-    ) -> None:
-        if value is None:
-            print(f"apcore-mcp {__version__}")
-            parser.exit()
-        namespace.version = value
+    if text == "--version":
+        print(f"apcore-mcp {__version__}")
+        sys.exit()
+    return text
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -62,7 +58,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             default = argparse.SUPPRESS if option.default is None else option.default
             switch: dict[str, Any] = {"action": _SWITCHES[option.default]} if isinstance(option.default, bool) else {}
             if option.name == "version":
-                switch = {"action": _Version, "nargs": "?"}
+                switch = {"type": _version, "nargs": "?", "const": flag}
             parser.add_argument(flag, default=default, **option.metadata, **switch)
     parser.set_defaults(log_level="INFO")
     return own, parser

@@ -60,7 +60,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import (
-    AbstractAsyncContextManager,
     AsyncExitStack,
     ExitStack,
     aclosing,
@@ -2737,9 +2736,7 @@ class _Bridge:
 
         self.options = options
         self.closing = False
-        self.deadline = (
-            0.0  # of the server and whatever goes on, by the loop's clock; 0 until it is told to end
-        )
+        self.deadline = 0.0  # of the server and whatever goes on, by the loop's clock; 0 until it is told to end
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options)
         self.activity = _Activity()
@@ -3224,12 +3221,13 @@ def _as_pipes(wire: tuple[int, int], stack: ExitStack) -> tuple[Any, Any]:
 
     These are sockets in the place of what it cannot wait for: a terminal, a file, Windows' pipes. Threads copy then.
     """
+    source, sink = os.fdopen(os.dup(wire[0]), "rb", 0), os.fdopen(os.dup(wire[1]), "wb")
     pipes = all(stat.S_IFMT(os.fstat(fd).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK) for fd in wire)
     # Of one socket for both, asyncio's pipe transports would take the input for the end of the output.
     if sys.platform != "win32" and pipes and not os.path.sameopenfile(*wire):
         for fd in wire:
             stack.callback(os.set_blocking, fd, True)  # as it was found
-        return os.fdopen(os.dup(wire[0]), "rb", 0), os.fdopen(os.dup(wire[1]), "wb", 0)
+        return source, sink
 
     def copy(source: Any, sink: Any) -> None:
         with suppress(OSError), source, sink:  # also when a terminal goes away, which is an error
@@ -3237,19 +3235,21 @@ def _as_pipes(wire: tuple[int, int], stack: ExitStack) -> tuple[Any, Any]:
                 sink.write(data)
                 sink.flush()
 
-    (incoming, filled), (outgoing, drained) = socket.socketpair(), socket.socketpair()
+    incoming, filled = socket.socketpair()
+    outgoing, drained = socket.socketpair()
     with filled, drained:  # open until these files are closed
-        inwards = os.fdopen(os.dup(wire[0]), "rb", 0), filled.makefile("wb")
-        outwards = drained.makefile("rb", 0), os.fdopen(os.dup(wire[1]), "wb")
-    threads = [threading.Thread(target=copy, args=files, daemon=True) for files in (inwards, outwards)]
-    for thread in threads:
-        thread.start()
-    stack.callback(threads[1].join, 1)  # until everything is written
+        reading = threading.Thread(target=copy, args=[source, filled.makefile("wb")], daemon=True)
+        writing = threading.Thread(target=copy, args=[drained.makefile("rb", 0), sink], daemon=True)
+    reading.start()
+    writing.start()
+    stack.callback(writing.join, 1)  # until everything is written
     return incoming, outgoing
 
 
-class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
+class _StdioConnection(AsyncExitStack):
     """One client at the other end of a wire, as the streams of messages that the SDK's server runs on.
+
+    The server also closes it, which does nothing: whoever opened the wire closes it.
 
     A line that is no message, or longer than 4 MiB, is answered with a JSON-RPC error, up to 16 MiB under its id; the
     SDK would drop it, and its sender wait for ever. When the input ends, what has been asked is still answered, for 5
@@ -3257,6 +3257,7 @@ class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge) -> None:
+        super().__init__()
         self._reader = reader
         self._writer = writer
         self._bridge = bridge
@@ -3265,12 +3266,6 @@ class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
         self._writing = asyncio.Lock()
         bridge.router.place = self._place
         writer.transport.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
-
-    async def aclose(self) -> None:
-        """Nothing: whoever opened the wire closes it."""
-
-    async def __aexit__(self, *_: object) -> None:
-        """Nothing, for the same reason."""
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -3293,15 +3288,16 @@ class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
         while not self._reader.at_eof():
             await self._written()
             line = await self._read_line()
+            if not line.strip():
+                continue
             try:
                 if len(line) > _MESSAGE_MAX_BYTES:
                     raise ValueError("It is too long")
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                if isinstance(message, JSONRPCNotification) and b'"id"' in line and "id" in json.loads(line):
+                if isinstance(message, JSONRPCNotification) and "id" in json.loads(line):
                     raise ValueError("It is no id, or this would be a request")
             except ValueError:
-                if line.strip():  # an empty line is let pass
-                    await self._refuse(line)
+                await self._refuse(line)
                 continue
             if isinstance(message, JSONRPCRequest):
                 self._bridge.activity.begin()  # until it is answered, or never will be as it has been cancelled
@@ -3312,21 +3308,17 @@ class _StdioConnection(AbstractAsyncContextManager["_StdioConnection"]):
         await self._bridge.finish(closing=False)  # what has been read is still begun
 
     async def _read_line(self) -> bytes:
-        """The next line; none is kept, and an error is sent, of one that is longer than the reader's limit."""
-        is_whole = True
+        """The next line, or of one that is longer than the reader's limit a part that is."""
+        part = b""
         while True:
             try:
-                line = await self._reader.readuntil()
+                rest = await self._reader.readuntil()
             except asyncio.IncompleteReadError as end:
-                line = end.partial
+                rest = end.partial
             except asyncio.LimitOverrunError as overrun:
-                is_whole = False
-                await self._reader.readexactly(overrun.consumed)
+                part = await self._reader.readexactly(overrun.consumed)
                 continue
-            if is_whole:
-                return line
-            await self._refuse(b"")
-            return b""
+            return part or rest
 
     async def send(self, item: SessionMessage) -> None:
         from mcp_types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
@@ -3449,8 +3441,9 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
         return "\n".join([f"# Tools of {options.name}\n", *catalog.each(_document)])
     if form == "client":
         entry = _client_entry(options, arguments)
-        for command in _client_commands(options.name, entry):
-            print(command, file=sys.stderr)
+        # And the commands of clients that have one for it.
+        print(f"code --add-mcp {shlex.quote(json.dumps({'name': options.name, **entry}))}", file=sys.stderr)
+        print(f"claude mcp add-json {shlex.quote(options.name)} {shlex.quote(json.dumps(entry))}", file=sys.stderr)
         exported: Any = {"mcpServers": {options.name: entry}}
     elif form == "mcp":
         exported = catalog.listing(portable=options.tool_names == "portable")
@@ -3473,14 +3466,6 @@ def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
         "args": ["-m", __package__, *arguments],
         "env": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(os.path.abspath, paths)))},
     }
-
-
-def _client_commands(name: str, entry: JSONObject) -> list[str]:
-    """The shell commands that add a server to clients which have one for it."""
-    return [
-        f"code --add-mcp {shlex.quote(json.dumps({'name': name, **entry}))}",
-        f"claude mcp add-json {shlex.quote(name)} {shlex.quote(json.dumps(entry))}",
-    ]
 
 
 async def _call_back(callback: Callable[[], Any] | None) -> None:
@@ -3622,7 +3607,7 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     Host headers are accepted: name the public ones. All other options are those of `serve()`, and so are the errors.
     """
     if options.transport == "stdio":
-        options = dataclasses.replace(options, transport="streamable-http")
+        options.transport = "streamable-http"
     from anyio import move_on_after
 
     life = _Life(options, asyncio.get_running_loop(), mounted=True)
