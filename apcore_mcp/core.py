@@ -136,7 +136,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import is_pydantic_dataclass
-from pydantic.json_schema import GenerateJsonSchema, model_json_schema
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import (
     SchemaError,
     SchemaValidator,
@@ -450,22 +450,25 @@ _KINDS = {keyword: kind for keywords, kind in _LEGAL.items() for keyword in keyw
 _NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, total=False))
 
 
-def _map_subschemas(schema: JSONSchema, change: Callable[[Any, str, Any], JSONSchema]) -> JSONSchema:
+def _map_subschemas(schema: JSONSchema, change: Callable[[Any], JSONSchema]) -> JSONSchema:
     """Copy `schema` with `change` applied to each schema directly inside it.
 
-    `change` is also given the keyword which that stands under, and its name or index there. It is not asked of `true`
-    and `false` where everybody writes them to open and close an object.
+    It is not asked of `true` and `false` where everybody writes them to open and close an object.
     """
 
-    def one(item: Any, keyword: str, step: str | int | None = None) -> Any:
+    def changed(item: Any) -> Any:
         if isinstance(item, list):
-            return [one(each, keyword, index) for index, each in enumerate(item)]
-        if keyword in _SCHEMA_MAPS and step is None:
-            return {name: one(each, keyword, name) for name, each in item.items()}
-        is_schema = isinstance(item, dict) or (isinstance(item, bool) and keyword not in _OTHER_PROPERTIES)
-        return change(item, keyword, step) if is_schema else item
+            return [changed(each) for each in item]
+        return change(item) if isinstance(item, dict | bool) else item
 
-    return {key: one(value, key) if key in _WITH_SCHEMAS else value for key, value in schema.items()}
+    copied = {}
+    for keyword, value in schema.items():
+        if keyword in _SCHEMA_MAPS:
+            value = {name: changed(each) for name, each in value.items()}
+        elif keyword in _WITH_SCHEMAS and not (keyword in _OTHER_PROPERTIES and isinstance(value, bool)):
+            value = changed(value)
+        copied[keyword] = value
+    return copied
 
 
 def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSchema]:
@@ -504,7 +507,12 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _types(schema: JSONSchema) -> list[str]:
-    return [types] if isinstance(types := schema.get("type", ()), str) else list(types)
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else types
+
+
+def _is_model(declared: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(declared, type) and issubclass(declared, BaseModel)
 
 
 class _Unconvertible(ValueError):
@@ -517,12 +525,13 @@ class _SchemaConverter:
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
     is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
     deep, a dynamic one, and a result of more than 50,000 nodes; with KeyError for a reference to nothing. A default
-    that JSON cannot say is left out, and what else a marked value is when nobody gives one. With `by_pydantic`, values
-    are held against it by pydantic: a pattern that only its engine can read is left out.
+    that JSON cannot say is left out, and what else a marked value is when nobody gives one. When what is `declared` is
+    a model, values are held against it by pydantic: a pattern that only its engine can read is left out.
     """
 
-    def __init__(self, *, by_pydantic: bool = False) -> None:
-        self._by_pydantic, self._nodes = by_pydantic, 0
+    def __init__(self, declared: object = None) -> None:
+        self._by_pydantic = _is_model(declared)
+        self._nodes = 0
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
@@ -545,7 +554,7 @@ class _SchemaConverter:
             node = {key: value for key, value in node.items() if key != "pattern"}
         _NODE.validate_python(node, strict=True)
         kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
-        result = _map_subschemas(kept, lambda inner, *_: self._visit(inner, resolver, opened))
+        result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
             target = self._target(result.pop("$ref"), resolver, opened)
             if result.keys() & _CONSTRAINTS:
@@ -553,10 +562,8 @@ class _SchemaConverter:
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
-        if not result.keys().isdisjoint(_EXAMPLES) and _marks_sensitive(result):
+        if not _EXAMPLES.isdisjoint(result) and (_marks_sensitive(result) or not _is_json(result)):
             return {key: value for key, value in result.items() if key not in _EXAMPLES}
-        if "default" in result and not _is_json(result["default"]):
-            del result["default"]
         return result
 
     def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
@@ -574,12 +581,10 @@ class _SchemaConverter:
 
 
 def _admits_object(schema: JSONSchema) -> bool:
-    unions = [map(_admits_object, schema[keyword]) for keyword in ("anyOf", "oneOf") if keyword in schema]
-    return "object" in (_types(schema) or ["object"]) and all(map(any, unions))
-
-
-def _is_model(declared: object) -> TypeGuard[type[BaseModel]]:
-    return isinstance(declared, type) and issubclass(declared, BaseModel)
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and not any(map(_admits_object, schema[keyword])):
+            return False
+    return "object" in (_types(schema) or ["object"])
 
 
 _ALIASES = frozenset(["alias", "validation_alias", "serialization_alias"])  # of a field, to pydantic-core
@@ -591,8 +596,7 @@ class _SentSchema(GenerateJsonSchema):
     has_aliases = False
 
     def generate_inner(self, schema: Any) -> JSONSchema:
-        if not _ALIASES.isdisjoint(schema):
-            self.has_aliases = True
+        self.has_aliases = self.has_aliases or not _ALIASES.isdisjoint(schema)
         return super().generate_inner(schema)
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
@@ -629,36 +633,32 @@ def _either(schemas: list[JSONSchema]) -> JSONSchema:
         return distinct[0]
     if not all("properties" in schema for schema in distinct):
         return {"anyOf": distinct}
-    properties: dict[str, list[JSONSchema]] = {}
-    required = {*distinct[0].get("required", ())}
-    for schema in distinct:
-        required.intersection_update(schema.get("required", ()))
-        for name, field in schema["properties"].items():
-            properties.setdefault(name, []).append(field)
-    either = {name: _either(fields) for name, fields in properties.items()}
-    return {**distinct[0], "properties": either, "required": sorted(required)}
+    properties = _each_of_either([schema["properties"] for schema in distinct])
+    required = set.intersection(*({*schema.get("required", ())} for schema in distinct))
+    return {**distinct[0], "properties": properties, "required": sorted(required)}
+
+
+def _each_of_either(maps: list[dict[str, JSONSchema]]) -> dict[str, JSONSchema]:
+    names = dict.fromkeys(itertools.chain(*maps))
+    return {name: _either([schemas[name] for schemas in maps if name in schemas]) for name in names}
 
 
 def _in_every_form(declared: Any, described: JSONSchema) -> JSONSchema:
-    """What holds of a module's values in each form in which they may be given or sent, self-contained.
+    """What holds of a module's values in each form in which they may be given or sent.
 
     `described` is what apcore says of them: all there is for a dict schema. A model takes and gives its fields by name
     or alias, and gives what its serializers make of them.
     """
     if not _is_model(declared):
-        return _SchemaConverter().inline(described)
+        return described
     core = TypeAdapter(declared).core_schema
     generator = _SentSchema()
     forms = [{**described}, generator.generate(core, "serialization")]
     if generator.has_aliases:
         forms.append(_SentSchema(by_alias=False).generate(core, "validation"))
         forms.append(_SentSchema(by_alias=False).generate(core, "serialization"))
-    definitions: dict[str, list[JSONSchema]] = {}
-    for form in forms:
-        for name, definition in form.pop("$defs", {}).items():
-            definitions.setdefault(name, []).append(definition)
-    merged = {name: _either(each) for name, each in definitions.items()}
-    return _SchemaConverter(by_pydantic=True).inline({**_either(forms), "$defs": merged})
+    definitions = _each_of_either([form.pop("$defs", {}) for form in forms])
+    return {**_either(forms), "$defs": definitions}
 
 
 def _input_schema(descriptor: ModuleDescriptor, declared: Any) -> JSONSchema:
@@ -667,8 +667,7 @@ def _input_schema(descriptor: ModuleDescriptor, declared: Any) -> JSONSchema:
     `{}` becomes `{"type": "object", "properties": {}}`; a union of objects gets `"type": "object"` beside it.
     ValueError or KeyError for a schema that cannot be converted, or whose root is not an object.
     """
-    converter = _SchemaConverter(by_pydantic=_is_model(declared))
-    schema = converter.inline(descriptor.input_schema) or {"properties": {}}
+    schema = _SchemaConverter(declared).inline(descriptor.input_schema) or {"properties": {}}
     if not _admits_object(schema):
         raise ValueError(f"Input schema must describe an object, got type {schema.get('type')!r}")
     return {**schema, "type": "object"}
@@ -680,11 +679,7 @@ def _function_of(module: FunctionModule) -> Callable[..., Any]:
 
 def _is_closed(module: Any) -> bool:
     """Whether a module is a function that takes no other arguments than those of its schema."""
-    model = getattr(module, "input_schema", None)
-    if (
-        not isinstance(module, FunctionModule)
-        or getattr(model, "model_config", {"extra": "allow"}).get("extra") == "allow"
-    ):
+    if not isinstance(module, FunctionModule) or module.input_schema.model_config.get("extra") == "allow":
         return False
     # The schema of a binding does not say it of its function.
     parameters = inspect.signature(_function_of(module)).parameters.values()
@@ -722,7 +717,7 @@ def _is_blanked(view: JSONSchema) -> bool:
     return view.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(view, _NOT_FOLLOWED)))
 
 
-def _marks(schema: JSONSchema, *_place: object) -> JSONSchema:
+def _marks(schema: JSONSchema) -> JSONSchema:
     """What `schema` marks `x-sensitive`, as a schema that says nothing else: what marks nothing is `{}`.
 
     `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {"type": "string"}}, "title": "A"}` becomes
@@ -786,7 +781,8 @@ def _redact_arguments(arguments: JSONSchema, registry: Any, module_id: str) -> A
     KeyError where that cannot be told: a model may know an argument by a name that its schema does not have.
     """
     declared = registry.get(module_id).input_schema
-    marks = _marks(_in_every_form(declared, registry.get_definition(module_id).input_schema))
+    known = _in_every_form(declared, registry.get_definition(module_id).input_schema)
+    marks = _marks(_SchemaConverter(declared).inline(known))
     if marks and _is_model(declared) and not arguments.keys() <= marks["properties"].keys():
         raise KeyError(module_id)
     return _redact(arguments, marks)
@@ -922,12 +918,11 @@ class _Tool:
 
     def _output(self, declared: Any, redact_output: bool) -> JSONSchema:
         """What is known of results as they are sent; {} when nothing is (SRS FR-SCHEMA-005)."""
-        described = self.descriptor.output_schema
+        known = _in_every_form(declared, self.descriptor.output_schema)
         try:
-            return _in_every_form(declared, described)
+            return _SchemaConverter(declared).inline(known)
         except _Unconvertible as error:
-            sent = model_json_schema(declared, mode="serialization") if _is_model(declared) else {}
-            if redact_output and (_marks_sensitive(described) or _marks_sensitive(sent)):
+            if redact_output and _marks_sensitive(known):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return {}
@@ -960,7 +955,7 @@ _PROMISED = frozenset(
 _CLOSING = {"patternProperties": "additionalProperties", "prefixItems": "items"}  # speaks of what the other leaves
 
 
-def _promise(schema: JSONSchema, *_place: object) -> JSONSchema:
+def _promise(schema: JSONSchema) -> JSONSchema:
     """What holds by `schema` of a value as it is sent: never stricter than that."""
     unsaid = _CONSTRAINTS - _PROMISED | {closed for keyword, closed in _CLOSING.items() if keyword in schema}
     unsaid |= {key for key in schema if key.startswith(("format", "$"))}  # AJV knows some more
@@ -1883,7 +1878,7 @@ def _is_told(keyword: str, value: Any) -> bool:
     return keyword in _STRICT_TELLS
 
 
-def _to_strict(schema: JSONSchema, *_place: object) -> JSONSchema:
+def _to_strict(schema: JSONSchema) -> JSONSchema:
     """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
 
     `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
