@@ -129,13 +129,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     RootModel,
     TypeAdapter,
     ValidationError,
 )
-from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import (
     SchemaError,
@@ -410,7 +409,7 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
 # What constrains a value, to apcore or to clients of another mind; any other keyword describes it.
-_CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable", "$async"}
+_CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable"}
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
 _EXAMPLES = frozenset("default examples".split())
@@ -429,7 +428,6 @@ _Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
 _Names = Annotated[list[str], _Distinct]
-_Count = Annotated[NonNegativeFloat, Field(multiple_of=1)]
 _LEGAL: JSONObject = {
     **dict.fromkeys(_WITH_SCHEMAS, _Schema),
     "properties dependentSchemas $defs definitions": dict[str, _Schema],
@@ -439,9 +437,9 @@ _LEGAL: JSONObject = {
     "required": _Names,
     "dependentRequired": dict[str, _Names],
     "enum examples": list[Any],
-    "minimum maximum exclusiveMinimum exclusiveMaximum": int | float,
+    "minimum maximum exclusiveMinimum exclusiveMaximum": float,
     "multipleOf": PositiveFloat,
-    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": _Count,
+    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": NonNegativeInt,
     "uniqueItems deprecated readOnly writeOnly": bool,
     "pattern": re.Pattern[str],
     "$ref $comment title description format contentEncoding contentMediaType": str,
@@ -450,7 +448,7 @@ _KINDS = {keyword: kind for keywords, kind in _LEGAL.items() for keyword in keyw
 _NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, total=False))
 
 
-def _map_subschemas(schema: JSONSchema, change: Callable[[Any], JSONSchema]) -> JSONSchema:
+def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSONSchema:
     """Copy `schema` with `change` applied to each schema directly inside it.
 
     It is not asked of `true` and `false` where everybody writes them to open and close an object.
@@ -471,12 +469,11 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[Any], JSONSchema]) -> 
     return copied
 
 
-def _branches(schema: JSONSchema, keywords: Collection[str]) -> Iterator[JSONSchema]:
+def _branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     """The schemas directly inside `schema` that stand under `keywords`."""
-    for keyword, value in schema.items():
-        if keyword in keywords:
-            values = value.values() if keyword in _SCHEMA_MAPS else value if isinstance(value, list) else [value]
-            yield from (item for item in values if isinstance(item, dict))
+    found: list[JSONSchema] = []
+    _map_subschemas({key: value for key, value in schema.items() if key in keywords}, found.append)
+    return found
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
@@ -493,15 +490,6 @@ def _is_json(value: Any) -> bool:
     try:
         _plain(value)
     except ValueError:
-        return False
-    return True
-
-
-def _is_pattern(value: Any) -> bool:
-    """Whether Python's `re` can read it."""
-    try:
-        re.compile(value)
-    except re.error:
         return False
     return True
 
@@ -550,10 +538,13 @@ class _SchemaConverter:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        if self._by_pydantic and not _is_pattern(node.get("pattern", "")):
-            node = {key: value for key, value in node.items() if key != "pattern"}
-        _NODE.validate_python(node, strict=True)
         kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
+        try:
+            _NODE.validate_python(kept, strict=True)
+        except ValidationError as refusal:
+            if not self._by_pydantic or [error["loc"] for error in refusal.errors()] != [("pattern",)]:
+                raise
+            del kept["pattern"]
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
             target = self._target(result.pop("$ref"), resolver, opened)
@@ -600,21 +591,12 @@ class _SentSchema(GenerateJsonSchema):
         return super().generate_inner(schema)
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
-        if schema["type"].startswith("function-") and "return_schema" not in schema:
+        if "function" in schema and "return_schema" not in schema:
             return {}  # what a serializer gives that does not say it
         return super().ser_schema(schema)
 
     def enum_schema(self, schema: core_schema.EnumSchema) -> JSONSchema:
         return {"type": "integer"} if issubclass(schema["cls"], enum.Flag) else super().enum_schema(schema)
-
-    def decimal_schema(self, schema: core_schema.DecimalSchema) -> JSONSchema:
-        return {"type": ["number", "string"]}
-
-    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JSONSchema:
-        said = super().default_schema(schema)
-        if schema.get("default", said) is None and schema["schema"]["type"] != "nullable":
-            return {"anyOf": [said, {"type": "null"}]}  # pydantic does not look at the default of `size: int = None`
-        return said
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
         return {}
@@ -704,6 +686,18 @@ def _is_valid(value: Any, schema: JSONSchema) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
 
+def _nullable(schema: JSONSchema) -> JSONSchema:
+    """`schema`, letting null through."""
+    if _is_valid(None, schema):
+        return schema
+    nullable = {**schema}
+    if "type" in schema:
+        nullable["type"] = [*dict.fromkeys([*_types(schema), "null"])]
+    if "enum" in schema:
+        nullable["enum"] = [*schema["enum"], None]
+    return nullable if _is_valid(None, nullable) else {"anyOf": [schema, {"type": "null"}]}
+
+
 # ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
 
 # Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
@@ -727,11 +721,7 @@ def _marks(schema: JSONSchema) -> JSONSchema:
         return {}
     if _is_blanked(schema):
         return {"x-sensitive": True}
-    marks = _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        if keyword in marks:
-            marks[keyword] = [branch for branch in marks[keyword] if branch]
-    return marks
+    return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
 
 
 def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[JSONSchema]:
@@ -741,12 +731,10 @@ def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[J
         yield from _views(*_branches(schema, under), under=under)
 
 
-def _inside(views: Iterable[JSONSchema], step: str | int | None) -> Iterator[JSONSchema]:
-    """What may apply to one property or item of the value that `views` describe; without a step, to any."""
+def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
+    """What may apply to one property or item of the value that `views` describe."""
     for view in views:
-        if step is None:
-            yield from _branches(view, _WITH_SCHEMAS - _BESIDE)
-        elif isinstance(step, int):
+        if isinstance(step, int):
             yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
         else:
             if step in view.get("properties", ()):
@@ -846,12 +834,12 @@ class _AnnotationMapper:
             overlay = {}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         paragraphs = [overlay.get("description") or descriptor.description]
-        if guidance := overlay.get("guidance"):
-            paragraphs.append(f"Guidance: {guidance}")
+        advice = {"Guidance": overlay.get("guidance")}
         for title in _FOR_AGENTS:
-            if advice := metadata.get(f"x-{title.lower().replace(' ', '-')}"):
-                paragraphs.append(f"{title}: {advice}")
-        if notice := metadata.get("x-deprecation"):
+            advice[title] = metadata.get(f"x-{title.lower().replace(' ', '-')}")
+        paragraphs += [f"{title}: {text}" for title, text in advice.items() if text]
+        notice = metadata.get("x-deprecation")
+        if notice:
             facts = ", ".join(f"{word} {notice[key]}" for key, word in _DEPRECATED.items() if notice.get(key))
             sentence = f"Deprecated {facts}".strip()
             paragraphs.append(f"{sentence}. {notice.get('migration_guide') or ''}")
@@ -911,7 +899,6 @@ class _Tool:
         self._definition: JSONObject = answer["result"]["tools"][0]
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        self.output_validator = _PromiseValidator(self.output_schema)
         # The documentation as MCP's `resources/list` sends it.
         uri = f"docs://{self.module_id}"
         self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
@@ -926,6 +913,11 @@ class _Tool:
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return {}
+
+    @functools.cached_property
+    def promise(self) -> SchemaValidator:
+        """The advertised output schema to pydantic's engine, a hundred times faster than jsonschema."""
+        return SchemaValidator(_core_schema(self.output_schema))
 
     def definition(self, *, portable: bool = False) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
@@ -952,23 +944,23 @@ _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
     " exclusiveMinimum exclusiveMaximum minItems maxItems".split()
 )
-_CLOSING = {"patternProperties": "additionalProperties", "prefixItems": "items"}  # speaks of what the other leaves
 
 
 def _promise(schema: JSONSchema) -> JSONSchema:
     """What holds by `schema` of a value as it is sent: never stricter than that."""
-    unsaid = _CONSTRAINTS - _PROMISED | {closed for keyword, closed in _CLOSING.items() if keyword in schema}
-    unsaid |= {key for key in schema if key.startswith(("format", "$"))}  # AJV knows some more
-    if "enum" in schema:
-        unsaid.add("const")
-    if schema.get("additionalProperties") is False:
+    unsaid = {key for key in schema if key.startswith(("format", "$"))}  # AJV knows some more
+    unsaid |= _CONSTRAINTS - _PROMISED
+    if "prefixItems" in schema:
+        unsaid.add("items")
+    if "patternProperties" in schema or schema.get("additionalProperties") is False:
         unsaid.add("additionalProperties")
     # Of several variants more than one may hold where less is said of each.
     said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
-    return _map_subschemas(said, _promise)
+    promise = _map_subschemas(said, _promise)
+    # Nobody holds a default against its field, `size: int = None`.
+    return _nullable(promise) if schema.get("default", promise) is None else promise
 
 
-_BOUNDS = {"minimum": "ge", "maximum": "le", "exclusiveMinimum": "gt", "exclusiveMaximum": "lt"}
 _NO_VALUE = object()
 
 
@@ -979,57 +971,46 @@ def _core_schema(schema: JSONSchema) -> Any:
     """
     if not schema.keys() & _PROMISED:
         return core_schema.any_schema()
-    bounds: JSONObject = {bound: schema[keyword] for keyword, bound in _BOUNDS.items() if keyword in schema}
-    counts = {"min_length": schema.get("minItems"), "max_length": schema.get("maxItems")}
+    said = schema.get
+    number = core_schema.float_schema(
+        strict=True, ge=said("minimum"), le=said("maximum"), gt=said("exclusiveMinimum"), lt=said("exclusiveMaximum")
+    )
     items = [_core_schema(item) for item in schema.get("prefixItems", ())]
-    rest = _core_schema(schema.get("items", {}))
-    number = core_schema.float_schema(strict=True, **bounds)
-    kinds = {
+    required = schema.get("required", ())
+    properties: JSONSchema = schema.get("properties", {})
+    fields: JSONObject = {}
+    for name in {*required, *properties}:
+        field = _core_schema(properties.get(name, {}))
+        fields[name] = core_schema.typed_dict_field(field, required=name in required)
+    others = schema.get("additionalProperties")
+    kinds: JSONObject = {
         "null": core_schema.none_schema(),
         "boolean": core_schema.bool_schema(strict=True),
         "string": core_schema.str_schema(strict=True),
         "integer": core_schema.chain_schema([core_schema.int_schema(strict=True), number]),
         "number": number,
-        "array": core_schema.tuple_schema([*items, rest], variadic_item_index=len(items), **counts),
-        "object": _core_object(schema),
+        "array": core_schema.tuple_schema(
+            [*items, _core_schema(schema.get("items", {}))],
+            variadic_item_index=len(items),
+            min_length=said("minItems"),
+            max_length=said("maxItems"),
+        ),
+        "object": core_schema.typed_dict_schema(
+            fields,
+            extra_behavior="allow",
+            extras_schema=_core_schema(others) if isinstance(others, dict) else None,
+        ),
     }
-    every: list[Any] = [
-        core_schema.union_schema([kinds[kind] for kind in _types(schema) or kinds], mode="left_to_right")
-    ]
-    every += [_core_schema(part) for part in schema.get("allOf", ())]
+    unions = [[kinds[kind] for kind in _types(schema) or kinds]]
     if "anyOf" in schema:
-        every.append(core_schema.union_schema([_core_schema(part) for part in schema["anyOf"]], mode="left_to_right"))
+        unions.append([_core_schema(part) for part in schema["anyOf"]])
+    every: list[Any] = [core_schema.union_schema(union, mode="left_to_right") for union in unions]
+    every += [_core_schema(part) for part in schema.get("allOf", ())]
     if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
+        values = [schema["const"]] if "const" in schema else schema["enum"]
         plain = [value for value in values if type(value) in (str, int)]  # to Python, 1 is True and 1.0
         every.append(core_schema.literal_schema(plain or [_NO_VALUE]))
     return core_schema.chain_schema(every)
-
-
-def _core_object(schema: JSONSchema) -> Any:
-    required = schema.get("required", ())
-    properties: JSONSchema = schema.get("properties", {})
-    fields = {name: _core_schema(properties.get(name, {})) for name in {*required, *properties}}
-    others = schema.get("additionalProperties")
-    return core_schema.typed_dict_schema(
-        {name: core_schema.typed_dict_field(fields[name], required=name in required) for name in fields},
-        extra_behavior="allow",
-        extras_schema=_core_schema(others) if isinstance(others, dict) else None,
-    )
-
-
-class _PromiseValidator:
-    """Holds results against the schema that is advertised of them, as jsonschema would, a hundred times faster."""
-
-    def __init__(self, schema: JSONSchema) -> None:
-        self._schema = schema
-
-    @functools.cached_property
-    def _core(self) -> SchemaValidator:
-        return SchemaValidator(_core_schema(self._schema))
-
-    def is_valid(self, value: Any) -> bool:
-        return self._core.isinstance_python(value) or _is_valid(value, self._schema)
 
 
 # ---- Results: a module's output as an MCP result; pure ----
@@ -1042,7 +1023,7 @@ def _to_text(value: Any) -> str:
 @functools.lru_cache
 def _writer_of_bytes(kind: type) -> TypeAdapter[Any] | None:
     """What gives the fields of a model that holds bytes."""
-    if not issubclass(kind, BaseModel) and not is_pydantic_dataclass(kind):
+    if not hasattr(kind, "__pydantic_core_schema__"):
         return None
     adapter = TypeAdapter[Any](kind)
     schema = _SentSchema().generate(adapter.core_schema, "serialization")
@@ -1111,7 +1092,7 @@ def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = 
     the `label` of the call. SchemaValidationError for what the advertised schema refuses.
     """
     text, value, files = _as_json(tool, output)
-    if not tool.output_validator.is_valid(value):
+    if not tool.promise.isinstance_python(value) and not _is_valid(value, tool.output_schema):
         text, value, files = _as_json(tool, output, decimals=False)
         # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
         # a model's own validators make of them, nor as JSON. A client would refuse the result.
@@ -1906,18 +1887,6 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
                 properties[name] = _nullable(properties[name])
         strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
     return strict
-
-
-def _nullable(schema: JSONSchema) -> JSONSchema:
-    """Let null through: a model in strict mode cannot leave a property out, so it writes null instead."""
-    if _is_valid(None, schema):
-        return schema
-    nullable = {**schema}
-    if "type" in schema:
-        nullable["type"] = [*dict.fromkeys([*_types(schema), "null"])]
-    if "enum" in schema:
-        nullable["enum"] = [*schema["enum"], None]
-    return nullable if _is_valid(None, nullable) else {"anyOf": [schema, {"type": "null"}]}
 
 
 def _written_properties(validator: Any, _properties: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:

@@ -402,6 +402,23 @@ async def test_the_advertised_schema_tells_both_names_of_a_field_and_what_is_com
     assert line["required"] == ["id"]
 
 
+async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_promised(mode: str) -> None:
+    class Size(enum.StrEnum):
+        SMALL = "s"
+        LARGE = "l"
+
+    class Shirt(BaseModel):
+        model_config = ConfigDict(use_enum_values=True)
+        size: Size
+        count: int = None  # type: ignore[assignment]
+
+    async with connect({"t.shirt": giving(Shirt, {"size": "s"})}, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+    properties = tool.output_schema["properties"]  # type: ignore[index]
+    assert (properties["size"]["type"], properties["size"]["enum"]) == ("string", ["s", "l"])
+    assert properties["count"]["type"] == ["integer", "null"]
+
+
 @pytest.mark.timeout(240)
 @QUICK
 @given(st.data())
