@@ -39,7 +39,7 @@ def _version(text: str) -> str:
     """`--version TEXT` is what clients are told; alone it prints the version of this package."""
     if text == "--version":
         print(f"apcore-mcp {__version__}")
-        sys.exit()
+        sys.exit(0)
     return text
 
 
