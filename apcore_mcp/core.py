@@ -1384,31 +1384,31 @@ _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example
 
 
 def _sample(schema: JSONSchema) -> Any:
-    """A value that `schema` accepts, as telling as can be made up; `_NO_VALUE` when none is found."""
+    """A value that `schema` accepts, as telling as can be made up; None when no other is found."""
     for value in _candidates(schema):
-        if value is not _NO_VALUE and _is_valid(value, schema):
+        if value is not None and _is_valid(value, schema):
             return value
-    return _NO_VALUE
+    return None
 
 
 def _candidates(schema: JSONSchema) -> Iterator[Any]:
     yield from schema.get("examples", ())
     yield from schema.get("enum", ())
     for keyword in ("const", "default", "minimum", "maximum", "multipleOf"):
-        yield schema.get(keyword, _NO_VALUE)
+        yield schema.get(keyword)
     for branch in _branches(schema, _BESIDE):
         yield _sample(branch)
     fields = schema.get("properties", {})
     needed = {name: _sample(fields.get(name, {})) for name in schema.get("required", ())}
-    if _NO_VALUE not in needed.values():
+    if None not in needed.values():
         yield needed
     text = _TEXTS.get(schema.get("format", ""), "text").ljust(min(schema.get("minLength", 0), 1_000), "x")
     yield from (text[: schema.get("maxLength")], 1, 0.5, True)
-    item = _sample(schema.get("items", {"const": "text"}))
+    item = _sample(schema.get("items", {}))
     count = schema.get("minItems", 1)
-    if item is not _NO_VALUE and count * len(_to_text(item)) <= _SAMPLE_MAX:
+    if item is not None and count * len(_to_text(item)) <= _SAMPLE_MAX:
         yield [item] * int(count)
-    yield from ([], None)
+    yield []
 
 
 def _examples(tool: _Tool) -> list[JSONObject]:
@@ -1436,46 +1436,81 @@ def _fields(schema: JSONSchema) -> str:
         kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
         needed = "Yes" if name in schema.get("required", ()) else "No"
         example = _sample(field)
-        sample = "" if example is _NO_VALUE else f"`{_to_text(example)}`"
-        cells = (f"`{name}`", kinds, needed, field.get("description", ""), sample)
-        rows.append(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |")
+        sample = "" if example is None else f"`{_to_text(example)}`"
+        cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
+        told = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
+        rows.append(f"| {' | '.join(told)} |")
     return "\n".join([*rows, "", _fenced(schema)])
+
+
+_NOTES = {
+    "readonly": "It only reads.",
+    "destructive": "It may destroy data that cannot be brought back.",
+    "requires_approval": "A person has to approve each call.",
+    "open_world": "It reaches systems outside of this one.",
+}
 
 
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    known, module_id = tool.about.annotations, tool.module_id
+    module_id, known = tool.module_id, tool.about.annotations
+    further = re.sub(r"(?m)^(?=#{1,3} )", "###", _further(tool))  # its headings, below ours
+    purpose = f"{tool.about.description}\n\n{further}".strip()
     names = dict.fromkeys(f"`{name}`" for name in (tool.name, module_id, _portable_name(module_id)))
-    repeatable = known.readonly or known.idempotent
-    notes = {
-        "It only reads.": known.readonly,
-        "It may destroy data that cannot be brought back.": known.destructive,
-        "A person has to approve each call.": known.requires_approval,
-        "It reaches systems outside of this one.": known.open_world,
-        "It takes sensitive values, which are kept out of messages and logs.": _marks_sensitive(tool.input_schema),
-        "It returns sensitive values, which are replaced by `***REDACTED***`.": bool(tool.marks),
-    }
+    returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
+    for name, kind in tool.media.items():
+        returns += f"\n\n`{name}` comes as content of type `{kind}`."
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
-    files = [f"`{name}` comes beside it, as content of type `{kind}`." for name, kind in tool.media.items()]
-    returns = [_fields(tool.output_schema), *files] if tool.output_schema else ["Not declared."]
-    inputs = [each["inputs"] for each in _examples(tool)] or [_sample(tool.input_schema)]
-    if inputs == [_NO_VALUE]:
-        inputs = []
-    calls = [{"method": "tools/call", "params": {"name": module_id, "arguments": each}} for each in inputs]
-    usage = "\n\n".join(_fenced({"jsonrpc": "2.0", "id": 1, **call}) for call in calls)
-    further = re.sub(r"^#{1,6} ", lambda mark: f"###{mark[0]}"[-7:], _further(tool), flags=re.MULTILINE)
-    sections = {
-        "Tool Purpose and Description": f"{tool.about.description}\n\n{further}".strip(),
-        "Invocation Name": f"{', or '.join(names)}; version {tool.descriptor.version}",
-        "Input Schema (Parameters)": _fields(tool.input_schema),
-        "Output Schema (Return Value)": "\n\n".join(returns),
-        "Error Handling": "\n".join(f"- `{code}`: {text}" for code, text in errors.items()),
-        "Idempotency": "Idempotent: to repeat it changes nothing." if repeatable else "Not idempotent: each counts.",
-        "Usage Examples (for MCP context)": usage or "None can be made up from the schema.",
-        "Security Considerations": "\n".join(f"- {note}" for note, holds in notes.items() if holds) or "None known.",
-    }
-    text = "\n\n".join(f"### {n}. {title}\n\n{body}" for n, (title, body) in enumerate(sections.items(), 1))
-    return f"## {tool.descriptor.name or module_id}\n\n{text}\n"
+    told = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
+    repeated = "Idempotent: to repeat it changes nothing."
+    if not (known.readonly or known.idempotent):
+        repeated = "Not idempotent: each counts."
+    calls: list[str] = []
+    for arguments in [each["inputs"] for each in _examples(tool)] or [_sample(tool.input_schema)]:
+        if arguments is not None:
+            params = {"name": module_id, "arguments": arguments}
+            calls.append(_fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}))
+    usage = "\n\n".join(calls) or "None can be made up from the schema."
+    notes = [note for flag, note in _NOTES.items() if getattr(known, flag)]
+    if _marks_sensitive(tool.input_schema):
+        notes.append("It takes sensitive values, which are kept out of messages and logs.")
+    if tool.marks:
+        notes.append("It returns sensitive values, which are replaced by `***REDACTED***`.")
+    return f"""\
+## {tool.descriptor.name or module_id}
+
+### 1. Tool Purpose and Description
+
+{purpose}
+
+### 2. Invocation Name
+
+{", or ".join(names)}; version {tool.descriptor.version}
+
+### 3. Input Schema (Parameters)
+
+{_fields(tool.input_schema)}
+
+### 4. Output Schema (Return Value)
+
+{returns}
+
+### 5. Error Handling
+
+{told}
+
+### 6. Idempotency
+
+{repeated}
+
+### 7. Usage Examples (for MCP context)
+
+{usage}
+
+### 8. Security Considerations
+
+{" ".join(notes) or "None known."}
+"""
 
 
 # ---- Files: a folder's modules: taken in, again when they change, and out when they go; any thread ----

@@ -219,6 +219,20 @@ def test_a_modules_own_examples_are_shown_as_json_where_they_are_valid(
     assert days == [{"day": "2026-02-03"}, {"day": "2026-02-04"}]
 
 
+def test_files_that_a_tool_returns_are_told(capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    """Beside them no output schema is promised, which is no reason to be silent."""
+    sections = documented(
+        tmp_path,
+        capfd,
+        """
+        class Output(BaseModel):
+            chart: str = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
+        Takes.output_schema = Output
+        """,
+    )
+    assert "`chart` comes as content of type `image/png`." in sections[SECTIONS[3]]
+
+
 def test_the_printed_schema_is_the_advertised_one(capfd: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     from apcore import Registry
 
