@@ -22,13 +22,11 @@ from .core import (
     _files_of,
     _folder,
     _Options,
-    _options_of,
     _set_log_level,
     _standard_streams,
     serve,
 )
 
-_SWITCHES: dict[bool, Any] = {False: "store_true", True: argparse.BooleanOptionalAction}
 _AT_A_TERMINAL = (
     "A client has to start this server, as it speaks MCP here: add --export client to set one up, or"
     " --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it."
@@ -56,10 +54,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             flag = f"--{option.name.replace('_', '-')}"
             # No "(default: None)" where nothing is the default.
             default = argparse.SUPPRESS if option.default is None else option.default
-            switch: dict[str, Any] = {"action": _SWITCHES[option.default]} if isinstance(option.default, bool) else {}
-            if option.name == "version":
-                switch = {"type": _version, "nargs": "?", "const": flag}
-            parser.add_argument(flag, default=default, **option.metadata, **switch)
+            more: dict[str, Any] = {}
+            if isinstance(default, bool):
+                more = {"action": argparse.BooleanOptionalAction}
+            elif option.name == "version":
+                more = {"type": _version, "nargs": "?", "const": flag}
+            parser.add_argument(flag, default=default, **option.metadata, **more)
     parser.set_defaults(log_level="INFO")
     return own, parser
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("port must be between 1 and 65535")
         if not options["name"]:
             raise ValueError("server name must not be empty")
-        checked = _options_of("apcore-mcp", registry, **options)
+        checked = _Options(registry, **options)
         _set_log_level(checked)
         if not export and checked.transport == "stdio" and os.isatty(0):
             print(_AT_A_TERMINAL, file=sys.stderr)

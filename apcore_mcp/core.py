@@ -1639,10 +1639,9 @@ class _Files:
                 functions[vars(value)["apcore_module"]] = None
             elif inspect.isclass(value) and chosen in ("", name) and not validate_module(value):
                 classes[value] = None
-        if len(classes) > 1:
-            raise ImportError("it defines more than one module class")
-        if not (classes or functions):
+        if len(classes) > 1 or not (classes or functions):
             logger.warning("%s is left out: %s", path, _NO_MODULE)
+            return []
         made: list[_Registration] = [(one.module_id.removeprefix("apcore_ext."), one) for one in functions]
         for module in classes:
             version = metadata.get("version") or getattr(module, "version", "1.0.0")
@@ -1722,13 +1721,13 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 
 
-def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
-    """Give each tool its alias as its name, where clients can take it and mean no other; all tools by every name."""
+def _name(tools: Collection[_Tool]) -> dict[str, _Tool]:
+    """Give each tool its alias as its name, where clients can take it and mean no other; all by portable names."""
     claims = Counter[str]()
-    for tool in tools.values():
+    for tool in tools:
         claims.update({_portable_name(tool.module_id), _portable_name(tool.about.alias)})
     by_name = {}
-    for tool in tools.values():
+    for tool in tools:
         alias = tool.about.alias
         if claims[_portable_name(alias)] == 1 and _ALIAS.fullmatch(alias):
             tool.name = alias
@@ -1736,9 +1735,9 @@ def _name(tools: Mapping[str, _Tool]) -> dict[str, _Tool]:
             tool.name = tool.module_id
             text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
             logger.warning(text, tool.module_id, alias)
-        for spelling in (tool.name, _portable_name(tool.name), _portable_name(tool.module_id)):
-            by_name[spelling] = tool
-    return {**by_name, **tools}
+        for name in (tool.name, tool.module_id):
+            by_name[_portable_name(name)] = tool
+    return by_name
 
 
 class _ToolCatalog:
@@ -1754,7 +1753,7 @@ class _ToolCatalog:
         self._options = options
         self._lock = threading.Lock()
         self._tools: dict[str, _Tool] = {}  # by module id, sorted
-        self._by_name: dict[str, _Tool] = {}  # by every name that a client may say
+        self._by_name: dict[str, _Tool] = {}  # by id and alias, as they are sent to OpenAI
         self._changed = deque(self._registry.list())
         self._closed = threading.Event()
 
@@ -1782,7 +1781,7 @@ class _ToolCatalog:
     def find(self, name: str) -> _Tool | None:
         """The listed tool that a client calls `name`: its id or its alias, in either spelling."""
         self._take_in()
-        return self._by_name.get(name)
+        return self._by_name.get(_portable_name(name))
 
     def listing(self, *, portable: bool = False) -> list[JSONObject]:
         """The tools as `tools/list` sends them, not to be written to."""
@@ -1815,7 +1814,7 @@ class _ToolCatalog:
                 if tool is not None:
                     tools[module_id] = tool
             self._tools = dict(sorted(tools.items()))
-            self._by_name = _name(self._tools)
+            self._by_name = _name(self._tools.values())
 
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, is not wanted, or gone meanwhile."""
