@@ -106,11 +106,8 @@ from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
 from apcore.context_keys import METRICS_STARTS
 from apcore.errors import (
-    ACLDeniedError,
     ApprovalDeniedError,
-    ApprovalError,
     ErrorCodeRegistry,
-    ModuleDisabledError,
     ModuleExecuteError,
     ModuleTimeoutError,
 )
@@ -2125,20 +2122,17 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
     return name, request
 
 
-# Where the caller's name may stand, in this order: the SDK's bearer user calls himself like the client that acts for
-# him, who may act for many.
-_CALLER_NAMES = (("access_token", "subject"), ("access_token", "client_id"), ("", "identity"), ("", "display_name"))
-
-
 def _caller(scope: Mapping[str, Any]) -> Identity | None:
     """Whom ASGI middleware authenticated as the maker of a request; None for nobody."""
     user = scope.get("user")
     if not getattr(user, "is_authenticated", False):
         return None
     roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
-    for holder, attribute in _CALLER_NAMES:
+    # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
+    token = getattr(user, "access_token", None)
+    for holder, attribute in ((token, "subject"), (token, "client_id"), (user, "identity"), (user, "display_name")):
         with suppress(AttributeError, NotImplementedError):
-            name = getattr(getattr(user, holder) if holder else user, attribute)
+            name = getattr(holder, attribute)
             if name:
                 return Identity(str(name), roles=roles)
     return Identity(str(user), roles=roles)
@@ -2154,9 +2148,8 @@ _State = Literal["runs", "asks", "parked", "cancelled", "ended"]
 _NEXT_STATES: dict[_State, tuple[_State, ...]] = {
     # The module works, and a request waits for its end. It asks when, from 2026-07-28, the module does.
     "runs": ("asks", "cancelled", "ended"),
-    # A question is to be the answer to the request that waits; then the call is parked. It runs when the module gives
-    # the question up before.
-    "asks": ("runs", "parked", "cancelled", "ended"),
+    # A question is to be the answer to the request that waits; with that the call is parked.
+    "asks": ("parked", "cancelled", "ended"),
     # No request waits, and nothing can be sent, until a retry brings the answer (it runs) or none (it asks again).
     "parked": ("runs", "asks", "cancelled", "ended"),
     # It was told to end: by its token, as a task.
@@ -2168,13 +2161,10 @@ _NEXT_STATES: dict[_State, tuple[_State, ...]] = {
 
 def _match_answer(_validator: Any, pattern: str, value: Any, _schema: Any) -> Iterator[InvalidAnswer]:
     """As `pattern` of jsonschema, by the engine of pydantic, which always ends; what it does not know is let pass."""
-    try:
-        if isinstance(value, str):
-            TypeAdapter(Annotated[str, Field(pattern=pattern)]).validate_python(value)
-    except ValidationError:
-        yield InvalidAnswer(f"An answer does not match {pattern!r}")
-    except SchemaError:
-        pass
+    with suppress(SchemaError):
+        matching = SchemaValidator(core_schema.str_schema(pattern=pattern))
+        if isinstance(value, str) and not matching.isinstance_python(value):
+            yield InvalidAnswer(f"An answer does not match {pattern!r}")
 
 
 _AnswerValidator: Any = cast(Any, extend)(Draft202012Validator, {"pattern": _match_answer})
@@ -2206,10 +2196,10 @@ class _Call:
         self.turn = asyncio.Event()
         self.told = -math.inf
         self.question: tuple[str, JSONObject] = ("", {})
-        self.answer: asyncio.Future[Any] | None = None
         self._asking = asyncio.Lock()
         self._unsent: Future[None] | None = None  # what was last reported from another loop
         self._loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Any] = self._loop.create_future()  # to its last question
 
     def move(self, state: _State) -> bool:
         """Become what it may become; whether it did."""
@@ -2280,9 +2270,6 @@ class _Call:
             except Exception as error:  # the client's fault or its connection's: the module goes on without
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
                 return None
-            finally:
-                if self.state == "asks":
-                    self.move("runs")
 
 
 # For what modules call without its context, also in tasks, timers and threads that outlive the call.
@@ -2307,14 +2294,15 @@ class _Execution(BuiltinExecute):
         self._step = step
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
+        if _call_of(ctx.context) is None:
+            return await self._step.execute(ctx)
         try:
             result = await self._step.execute(ctx)
         except (asyncio.CancelledError, ModuleTimeoutError) as error:
-            if _call_of(ctx.context) is not None:
-                _end_module(error)
+            _end_module(error)
             raise
         deadline = ctx.context.global_deadline
-        if ctx.output_stream is not None and deadline is not None and _call_of(ctx.context) is not None:
+        if ctx.output_stream is not None and deadline is not None:
             ctx.output_stream = _until(deadline, ctx.output_stream, ctx.module_id)
         return result
 
@@ -2514,11 +2502,11 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
 
-def _merge(base: JSONObject, chunk: JSONObject, depth: int = 0) -> None:
-    """Merge a streamed chunk as apcore's Executor does: objects down to 32 levels, anything else replaced."""
+def _merge(base: JSONObject, chunk: JSONObject) -> None:
+    """Merge a streamed chunk as apcore's Executor does: objects by their keys, anything else replaced."""
     for key, value in chunk.items():
-        if depth < 32 and isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value, depth + 1)
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
         else:
             base[key] = value
 
@@ -2557,7 +2545,7 @@ class _ExecutionRouter:
     def stop(self) -> None:
         """End what still runs or waits; who asked for it is told so. Nothing begins from then on."""
         self._stopped = True
-        for call in [*self.running]:
+        for call in self.running:
             call.cancel()
         self.parked.clear()
 
@@ -2591,7 +2579,7 @@ class _ExecutionRouter:
         del self.parked[state]
         call.attach(ctx)
         key = call.question[0]
-        if call.answer is None or call.answer.done():  # the module has given its question up, or has ended
+        if call.answer.done():  # the module has given its question up, or has ended
             call.move("runs")
         elif call.can_ask and (answer is not call.answer or key not in responses):
             call.move("asks")
@@ -2607,12 +2595,12 @@ class _ExecutionRouter:
 
     async def _reply(self, call: _Call) -> JSONObject:
         """The call's result, or the question that it asks before; who waits for it no more has cancelled the call."""
-        while call.state not in ("asks", "ended"):
-            try:
+        try:
+            while call.state not in ("asks", "ended"):
                 await call.turn.wait()
-            except asyncio.CancelledError:
-                call.cancel()
-                raise
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
         if call.state == "ended":
             result = call.task.result()
             del call.task  # or the result stays as long as the call
@@ -2637,13 +2625,13 @@ class _ExecutionRouter:
         tool = call.tool
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
-        # The client's span, when it sent one (W3C trace context in `_meta`, SEP-414).
-        trace = None
-        if "traceparent" in call.meta:
-            trace = TraceContext.extract({key: value for key, value in call.meta.items() if isinstance(value, str)})
-        data = {_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit}
+        # The client's span, when it sent one (W3C trace context, SEP-414).
+        headers = {key: value for key, value in call.meta.items() if isinstance(value, str)}
         context: Context[Any] = Context.create(
-            identity=call.caller, trace_parent=trace, cancel_token=call.token, data=data
+            identity=call.caller,
+            trace_parent=TraceContext.extract(headers),
+            cancel_token=call.token,
+            data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
         )
         self.running.add(call)
         _CURRENT.set(call)
@@ -2653,8 +2641,7 @@ class _ExecutionRouter:
             if call.task.cancelling():
                 call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-            if isinstance(error, ACLDeniedError | ApprovalError | ModuleDisabledError | SchemaValidationError):
-                self._count_refusal(error, context, tool)
+            self._count_refusal(error, context, tool)
             involved = call.involved.values()
             mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
             result = mapper.to_result(error)
@@ -2664,8 +2651,7 @@ class _ExecutionRouter:
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
             return result
         finally:
-            if call.answer is not None:
-                call.answer.cancel()
+            call.answer.cancel()
             call.move("ended")
             call.arguments = {}  # what the module left running keeps its call
             call.session = None
@@ -2673,10 +2659,12 @@ class _ExecutionRouter:
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
-    def _count_refusal(self, error: ModuleError, context: Context[Any], tool: _Tool) -> None:
+    def _count_refusal(self, error: BaseException, context: Context[Any], tool: _Tool) -> None:
         """Count a call that ended before apcore's middleware, which counts all others, had seen it."""
         collector = self._options.metrics_collector
-        if isinstance(collector, MetricsCollector) and not METRICS_STARTS.exists(context):
+        if not isinstance(error, ModuleError) or METRICS_STARTS.exists(context):
+            return
+        if isinstance(collector, MetricsCollector):
             collector.increment_calls(tool.module_id, "error")
             collector.increment_errors(tool.module_id, error.code)
 
