@@ -2109,16 +2109,16 @@ def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple
 
     form = {"mode": "form", "message": message, "requestedSchema": schema or {"type": "object", "properties": {}}}
     [(name, request)] = _plain({key or "input": {"method": "elicitation/create", "params": form}}).items()
-    asked = request["params"]["requestedSchema"]
-    flat = isinstance(asked, dict) and asked.get("type") == "object" and asked.keys() & _WITH_SCHEMAS == {"properties"}
-    if not flat or not isinstance(message, str):
-        raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
     try:
-        _SchemaConverter().inline(asked)
+        asked = _SchemaConverter().inline(request["params"].pop("requestedSchema"))
         # The SDK's check of the fields wants a pydantic model.
         render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"A question's schema cannot be asked: {error}") from None
+    is_flat = asked.get("type") == "object" and asked.keys() & _WITH_SCHEMAS == {"properties"}
+    if not is_flat or not isinstance(message, str):
+        raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
+    request["params"]["requestedSchema"] = asked
     return name, request
 
 
@@ -2170,6 +2170,7 @@ def _match_answer(_validator: Any, pattern: str, value: Any, _schema: Any) -> It
 _AnswerValidator: Any = cast(Any, extend)(Draft202012Validator, {"pattern": _match_answer})
 
 
+@dataclasses.dataclass(eq=False)
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
@@ -2178,28 +2179,28 @@ class _Call:
     context of its modules works from any thread and loop, as a sync module may run an async one in a loop of its own.
     """
 
-    task: asyncio.Task[JSONObject]
+    tool: _Tool
+    arguments: JSONObject
+    options: _Options
+    caller: Identity | None
+    session: ServerSession | None = None
+    parks: bool = False
+    can_ask: bool = False
+    state: _State = "runs"
+    told: float = -math.inf
+    question: tuple[str, JSONObject] = ("", {})
 
-    def __init__(self, tool: _Tool, arguments: JSONObject, options: _Options, caller: Identity | None) -> None:
-        self.tool = tool
-        self.arguments = arguments
-        self.options = options
-        self.caller = caller
-        self.label = _label(tool.module_id, caller)
-        self.session: ServerSession | None = None
+    def __post_init__(self) -> None:
+        self.label = _label(self.tool.module_id, self.caller)
         self.meta: Mapping[str, Any] = {}
-        self.parks = False
-        self.can_ask = False
         self.involved: JSONObject = {}  # the modules that it called, its own included
-        self.state: _State = "runs"
         self.token = CancelToken()
         self.turn = asyncio.Event()
-        self.told = -math.inf
-        self.question: tuple[str, JSONObject] = ("", {})
         self._asking = asyncio.Lock()
         self._unsent: Future[None] | None = None  # what was last reported from another loop
         self._loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[Any] = self._loop.create_future()  # to its last question
+        self.task: asyncio.Task[JSONObject]
 
     def move(self, state: _State) -> bool:
         """Become what it may become; whether it did."""
@@ -2323,10 +2324,10 @@ def _silence(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _until(deadline: float, stream: AsyncIterator[Any], module_id: str) -> AsyncIterator[Any]:
+async def _until(deadline: float, stream: Any, module_id: str) -> AsyncIterator[Any]:
     """The chunks of a stream; ModuleTimeoutError when there is none at `deadline` (epoch seconds)."""
     seconds = deadline - time.time()
-    async with aclosing(cast(Any, stream)):
+    async with aclosing(stream):
         while True:
             limit = asyncio.timeout(deadline - time.time())
             try:
@@ -2452,9 +2453,7 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
     """
 
     def __init__(self, gate: BuiltinApprovalGate) -> None:
-        super().__init__()
-        self.name = gate.name
-        self.timeout_ms = gate.timeout_ms
+        vars(self).update(vars(gate))
         self._gate = gate
 
     @property
@@ -2829,7 +2828,6 @@ class _Bridge:
         return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
-        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
         if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
             asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
@@ -2965,6 +2963,7 @@ _HOST = re.compile(r"((localhost|\d+(?:\.\d+){3}|\[[\w:.%]+\])|[\w.-]*)(:\d+)?",
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
 
 
+@dataclasses.dataclass
 class _Guard:
     """ASGI middleware before every route: who may ask, and whether the server still takes requests.
 
@@ -2974,12 +2973,13 @@ class _Guard:
     asks for the Explorer is taken for a page. A POST must be JSON, so that no form can make one.
     """
 
-    def __init__(self, app: ASGIApp, bridge: _Bridge) -> None:
-        self._app = app
-        self._bridge = bridge
-        self._options = bridge.options
-        own = self._options.host.lower()
-        allowed = self._options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
+    app: ASGIApp
+    bridge: _Bridge
+
+    def __post_init__(self) -> None:
+        options = self.bridge.options
+        own = options.host.lower()
+        allowed = options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
         self._allowed = [own, f"{own}:*", *map(str.lower, allowed)]
         self._allowed_pages = [pattern for pattern in self._allowed if re.search(r"\w", pattern.split(":")[0])]
 
@@ -2987,7 +2987,7 @@ class _Guard:
         from starlette.requests import ClientDisconnect
         from starlette.websockets import WebSocketClose
 
-        app = self._app
+        app = self.app
         if scope["type"] == "websocket":
             app = WebSocketClose()
         elif scope["type"] == "http":
@@ -2998,19 +2998,20 @@ class _Guard:
         with ExitStack() as stack:
             stack.enter_context(suppress(ClientDisconnect))
             if scope.get("method") == "POST":  # a GET may be a stream without an end
-                self._bridge.activity.begin()
-                stack.callback(self._bridge.activity.task_done)
+                self.bridge.activity.begin()
+                stack.callback(self.bridge.activity.task_done)
             await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         from starlette.datastructures import Headers
         from starlette.responses import PlainTextResponse
 
+        options = self.bridge.options
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         origins = {origin.lower() for origin in headers.getlist("origin")}
         # A page's own GET carries no Origin.
-        by_page = origins or (self._options.explorer and f"{self._options.explorer_prefix}/" in scope["path"])
+        by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if not self._is_accepted(host, self._allowed_pages if by_page else self._allowed):
             status, fault = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
@@ -3020,7 +3021,7 @@ class _Guard:
             status, fault = 415, "Content-Type must be application/json"
         elif not unquote(scope["query_string"]).isprintable():  # the SDK logs a part of it as it is
             status, fault = 400, "Invalid query"
-        elif self._bridge.closing:
+        elif self.bridge.closing:
             status, fault = 503, "Server is shutting down"
         else:
             return None
@@ -3115,7 +3116,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     routes += _own_routes(bridge)
     # The guard comes second: a body may take its time, and while it does the server may have ended.
     bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
-    guard = Middleware(cast(Any, _Guard), bridge=bridge)
+    guard = Middleware(_Guard, bridge=bridge)
     middleware = [bounded, guard, *(options.middleware or ()), Middleware(_own_sessions)]
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
