@@ -115,10 +115,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.requirement("FR-EXEC-007")
+@pytest.mark.parametrize(("kind", "mode"), [("sync", HANDSHAKE), ("async", MODERN)])
 def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_served(
-    hostile: list[str], mode: str
+    hostile: list[str], kind: str, mode: str
 ) -> None:
-    names = [f"{kind}_{name}" for kind in ("sync", "async") for name in (*RAISING, *RETURNING)]
+    names = [f"{kind}_{name}" for name in (*RAISING, *RETURNING)]
     sent = [called(mode, name, f"t.{name}") + called(mode, f"after {name}", "t.echo", n=1) for name in names]
     results, lines, stderr = converse(hostile, mode, *sent)
     assert results.keys() == {*names, *(f"after {name}" for name in names)}
@@ -131,11 +132,10 @@ def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_
         else:
             assert short in RETURNING, name
             assert json.loads(text_of(result)) == result["structuredContent"]
-    for kind in ("sync", "async"):
-        assert len(results[f"{kind}_twenty_megabytes"]["structuredContent"]["d"]) == 20_000_000
-        assert results[f"{kind}_like_a_result"]["structuredContent"]["isError"] is True
-        assert results[f"{kind}_large_number"]["structuredContent"] == {"d": 10**300, "e": -(2**63)}
-        assert results[f"{kind}_bytes"]["structuredContent"]["d"][1:] == ["YQ==", ["YQ=="], [1]]
+    assert len(results[f"{kind}_twenty_megabytes"]["structuredContent"]["d"]) == 20_000_000
+    assert results[f"{kind}_like_a_result"]["structuredContent"]["isError"] is True
+    assert results[f"{kind}_large_number"]["structuredContent"] == {"d": 10**300, "e": -(2**63)}
+    assert results[f"{kind}_bytes"]["structuredContent"]["d"][1:] == ["YQ==", ["YQ=="], [1]]
     said = b"\n".join(text for text in lines if len(text) < 1_000_000)
     assert [word for word in (b"/etc", b"Traceback", b".py", b"object at 0x") if word in said] == []
     assert "never retrieved" not in stderr
@@ -159,7 +159,7 @@ def everywhere(word):
 PLACES = "print flushed dunder buffer log puts write open child shell".split()
 
 
-def test_what_is_printed_by_logs_threads_and_children_goes_to_stderr(tmp_path: Path, mode: str) -> None:
+def test_what_is_printed_by_logs_threads_and_children_goes_to_stderr(tmp_path: Path) -> None:
     body = """
 @tool
 def loud(inputs, context):
@@ -205,12 +205,10 @@ def spamming(inputs, context):
 """
     program = script(tmp_path, PRINTING + body)
     with RawClient(program) as client:
-        if mode == HANDSHAKE:
-            client.initialize()
         # One after the other: what is closed or replaced is the whole process's.
         for tool in ("t.loud", "t.later", "t.replacing", "t.spamming", "t.closing", "t.echo"):
             assert client.process.stdin is not None
-            client.process.stdin.write(called(mode, tool, tool))
+            client.process.stdin.write(called(MODERN, tool, tool))
             client.process.stdin.flush()
             assert client.receive()["id"] == tool
         client.process.stdin.close()  # type: ignore[union-attr]
@@ -308,8 +306,8 @@ executor = Executor(registry, config=Config({"executor": {"default_timeout": 700
 BLOCKED = "asleep locked busy awaiting deaf blocked_below in_a_child".split()
 
 
-def test_modules_that_block_for_ever_time_out_and_hold_up_neither_calls_nor_the_end(tmp_path: Path, mode: str) -> None:
-    program = script(tmp_path, BLOCKING, "executor")
+def test_modules_that_block_for_ever_time_out_and_hold_up_neither_calls_nor_the_end(tmp_path: Path) -> None:
+    program, mode = script(tmp_path, BLOCKING, "executor"), HANDSHAKE
     with RawClient(program) as client:
         assert client.process.stdin is not None
         client.process.stdin.write(opening(mode) + b"".join(called(mode, name, f"t.{name}") for name in BLOCKED))
@@ -441,10 +439,10 @@ def test_what_is_sensitive_is_in_no_error_no_meta_and_no_log_line(tmp_path: Path
     assert "Tool call ended: t.keep, " in stderr, "it was to log at DEBUG"
 
 
-def test_unredacted_output_is_in_the_result_and_nowhere_else(tmp_path: Path, mode: str) -> None:
+def test_unredacted_output_is_in_the_result_and_nowhere_else(tmp_path: Path) -> None:
     program = script(tmp_path, TELLING, "executor, log_level='DEBUG', redact_output=False")
     arguments = {"password": SECRET, "pin": PIN, "what": "ok", "box": {"key": SECRET}}
-    results, lines, stderr = converse(program, mode, called(mode, "keep", "t.keep", **arguments))
+    results, lines, stderr = converse(program, MODERN, called(MODERN, "keep", "t.keep", **arguments))
     result = results["keep"]
     assert result.pop("structuredContent") == arguments == json.loads(text_of(result))
     del result["content"]

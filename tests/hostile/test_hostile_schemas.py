@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import json
 import logging
 import sys
@@ -30,7 +31,6 @@ from typing_extensions import TypedDict
 from apcore_mcp import from_openai_call, to_openai_tools
 from apcore_mcp.__main__ import main
 
-THOROUGH = settings(QUICK, max_examples=100)
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
 
@@ -110,7 +110,7 @@ def objects(depth: int = 1) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.mark.requirement("FR-SCHEMA-002")
 @pytest.mark.timeout(240)
-@THOROUGH
+@QUICK
 @given(st.data())
 def test_a_schema_full_of_references_means_the_same_when_they_are_written_out(data: st.DataObject) -> None:
     schema = data.draw(documents())
@@ -240,13 +240,18 @@ FULL = {
 }  # fmt: skip
 
 
+@functools.cache
+def everything() -> tuple[Draft202012Validator, Draft202012Validator]:
+    """What pydantic says of the model, as it says it and written out."""
+    (tool,) = to_openai_tools(registry_of({"a.model": FunctionalModule(echo, input_schema=Everything)}))
+    return Draft202012Validator(Everything.model_json_schema()), Draft202012Validator(tool["function"]["parameters"])
+
+
 @pytest.mark.timeout(240)
-@THOROUGH
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_everything_pydantic_can_say_means_the_same_when_it_is_written_out(data: st.DataObject) -> None:
-    declared = Everything.model_json_schema()
-    (tool,) = to_openai_tools(registry_of({"a.model": FunctionalModule(echo, input_schema=Everything)}))
-    before, after = Draft202012Validator(declared), Draft202012Validator(tool["function"]["parameters"])
+    before, after = everything()
     assert before.is_valid(FULL)
     assert after.is_valid(FULL)
     changed = data.draw(mutations(FULL))
@@ -358,7 +363,7 @@ def strict(schema: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
-@THOROUGH
+@QUICK
 @given(st.data())
 def test_openai_takes_the_strict_schema_of_a_model_that_strict_mode_can_say(data: st.DataObject) -> None:
     model, _, _ = data.draw(models())
@@ -428,7 +433,7 @@ def simple_objects(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@THOROUGH
+@QUICK
 @given(st.data())
 def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_accepts(data: st.DataObject) -> None:
     schema = data.draw(simple_objects())
