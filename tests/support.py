@@ -99,9 +99,10 @@ def message(method: str, params: dict[str, Any] | None = None, request_id: int =
 
 
 def enveloped(params: dict[str, Any] | None, version: str = MODERN) -> dict[str, Any]:
-    """Params with what every request carries from 2026-07-28 on."""
+    """Params with what every request carries from 2026-07-28 on, if they do not bring it."""
     stamp = {"protocolVersion": version, "clientInfo": {"name": "raw", "version": "1"}, "clientCapabilities": {}}
-    return {**(params or {}), "_meta": {META + key: value for key, value in stamp.items()}}
+    meta = {META + key: value for key, value in stamp.items()}
+    return {**(params or {}), "_meta": meta | (params or {}).get("_meta", {})}
 
 
 def modern(method: str, params: dict[str, Any] | None = None, **headers: str | None) -> dict[str, Any]:

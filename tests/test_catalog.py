@@ -206,7 +206,7 @@ def test_a_module_that_changes_while_it_is_looked_at_is_of_one_edition_or_not_th
 
 
 async def test_who_reads_while_another_thread_takes_a_change_in_sees_the_change() -> None:
-    """One app, asked by two threads; the first is held up by a module that takes its time to describe itself."""
+    """One app, asked by two threads; whoever takes the change in is held up by a module that is slow to describe."""
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -227,16 +227,19 @@ async def test_who_reads_while_another_thread_takes_a_change_in_sees_the_change(
 
         counts[who] = asyncio.run(get())
 
-    async with async_serve(registry) as app:
+    def tell(app: Any) -> None:
         registry.register("slow", FunctionalModule(echo, output_schema=Slow))
         threads = [threading.Thread(target=ask, args=(app, who), daemon=True) for who in ("first", "second")]
         threads[0].start()
-        assert await asyncio.to_thread(entered.wait, 10)
+        assert entered.wait(10)
         threads[1].start()
-        await asyncio.to_thread(threads[1].join, 0.5)  # it waits for the first one; if not, it has ended by now
+        threads[1].join(0.5)  # it waits; if not, it has ended by now
         go_on.set()
         for thread in threads:
-            await asyncio.to_thread(thread.join, 10)
+            thread.join(10)
+
+    async with async_serve(registry) as app:
+        await asyncio.to_thread(tell, app)
     assert counts == {"first": 2, "second": 2}
 
 

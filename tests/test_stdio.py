@@ -197,23 +197,6 @@ def hang_up(client: RawClient) -> None:
     client.process.stdin = None
 
 
-@pytest.mark.requirement("FR-SERVER-001")
-def test_the_oldest_handshake_is_answered_in_its_version_and_an_unknown_one_in_the_latest(bench: list[str]) -> None:
-    with contextlib.ExitStack() as stack:
-        expected = {"2024-11-05": "2024-11-05", "1999-12-31": "2025-11-25"}
-        clients = {version: stack.enter_context(RawClient(bench)) for version in expected}
-        for version, client in clients.items():
-            result = client.initialize(version=version)["result"]
-            assert result["protocolVersion"] == expected[version]
-            assert result["capabilities"]["tools"] == {"listChanged": True}
-            assert result["serverInfo"]["name"] == "apcore-mcp"
-            echoed = client.request("tools/call", {"name": "t.echo", "arguments": {"version": version}})["result"]
-            assert json.loads(echoed["content"][0]["text"]) == {"version": version}
-        for client in clients.values():
-            status, _ = client.end()
-            assert status == 0
-
-
 def test_a_client_of_2026_needs_no_handshake_and_may_ask_what_the_server_can(bench: list[str]) -> None:
     sent = [request("what", "server/discover"), request(2, "tools/list"), call("three", "t.echo", n=3)]
     answers = {answer["id"]: answer["result"] for answer in converse(bench, b"".join(map(line, sent)))[0]}

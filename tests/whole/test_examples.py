@@ -28,15 +28,14 @@ from support import answer, modern
 
 import apcore_mcp
 from apcore_mcp import MCPServer
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+from apcore_mcp.__main__ import main
 
 
 def run(tmp_path: Path, *arguments: str) -> str:
     """The output of an example, run from another directory as a user might."""
     completed = subprocess.run(
         [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]],
-        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=50,
+        cwd=tmp_path, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     assert "Traceback" not in completed.stderr
@@ -82,9 +81,8 @@ def test_the_openai_example_runs_the_recorded_call(tmp_path: Path) -> None:
     assert '"words":7' in transcript
 
 
-@pytest.mark.parametrize("mode", ["legacy", "auto"])
-def test_in_the_conversation_tools_report_ask_and_need_approval(tmp_path: Path, mode: str) -> None:
-    transcript = run(tmp_path, "conversation.py", mode)
+def test_in_the_conversation_tools_report_ask_and_need_approval(tmp_path: Path) -> None:
+    transcript = run(tmp_path, "conversation.py", "auto")
     streamed, booked, emptied, denied = transcript.split("\n> ")[1:]
     assert streamed.count("progress:") == 2
     assert "'words': {'a': 2, 'rose': 2, 'is': 1}" in streamed
@@ -115,7 +113,7 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     _, *options, _ = line.replace("\\\n", "").replace("--workers 4", "--workers 2").split()
     port, log = free_port(), tmp_path / "log"
     granian = [sys.executable, "-m", "granian", *options, "--respawn-interval", "0.1", "--port", str(port)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}"}
     with log.open("wb") as told:
         arguments = [*granian, "with_pid:app"]
         server = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=told, stderr=told)
@@ -231,7 +229,7 @@ def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
     ):
         arguments = [str(EXTENSIONS) if word.startswith("/") else word for word in words]
         started = [sys.executable, *arguments, "--export", "client"]
-        told = subprocess.run(started, capture_output=True, text=True, env=ENVIRONMENT, check=True, timeout=50).stdout
+        told = subprocess.run(started, capture_output=True, text=True, check=True, timeout=50).stdout
         port = 8001 if "8001" in arguments else 8000
         assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
 
@@ -271,7 +269,7 @@ def block_with(text: str) -> str:
 
 def test_the_first_program_of_the_readme_serves_the_first_tool(project: Path) -> None:
     (project / "program.py").write_text(blocks("python")[1])
-    with RawClient([sys.executable, "program.py"], cwd=project, env=ENVIRONMENT) as client:
+    with RawClient([sys.executable, "program.py"], cwd=project) as client:
         client.initialize()
         assert [tool["name"] for tool in client.request("tools/list", {})["result"]["tools"]] == ["text.shout"]
 
@@ -343,9 +341,13 @@ async def test_the_calls_of_the_responses_api_are_answered_as_the_readme_shows(p
     assert json.loads(item["output"]) == {"result": "HI"}
 
 
-def test_the_flags_of_the_readme_are_those_of_the_command_line() -> None:
-    environment = {**os.environ, "COLUMNS": "300"}
-    told = subprocess.run(command("--help"), capture_output=True, text=True, env=environment, check=True).stdout
+def test_the_flags_of_the_readme_are_those_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
     usage, _, details = told.partition("\noptions:")
     entries = re.split(r"\n  (?=--)", details)[1:]
     defaults = {entry.split()[0].strip(","): entry.rpartition("(default: ")[2].rstrip(")\n") for entry in entries}
