@@ -30,6 +30,9 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # what is printed before `serve()` is 
 ROOT = Path(__file__).resolve().parent.parent
 # Whatever else is installed, what tests start imports this checkout's package.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+# No test speaks TLS, but each HTTP client would read all certificates of the machine, as long as the rest of its test.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(ROOT)
 EXTENSIONS = ROOT / "examples" / "extensions"
 HANDSHAKE, MODERN = "legacy", "2026-07-28"
 """The two protocol eras, as the SDK's client names its modes."""

@@ -22,11 +22,12 @@ from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler
 from apcore.context import Identity
 from conftest import EXTENSIONS, ROOT, FunctionalModule, connect, echo, registry_of
+from generated import QUICK, models
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import QUICK, models, subschemas
+from support import subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from apcore.decorator import module
 from conftest import FunctionalModule, connect, echo, registry_of
+from generated import QUICK, models, mutations
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -22,11 +23,8 @@ from pydantic import BaseModel, Field
 from support import (
     DATA,
     INTEGER,
-    QUICK,
     STRING,
     check,
-    models,
-    mutations,
     nested,
     one,
     subschemas,

@@ -21,11 +21,12 @@ from urllib.parse import quote
 
 import pytest
 from conftest import FunctionalModule, connect, echo, registry_of
+from generated import QUICK, models, mutations
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, RootModel, SecretStr, Tag
-from support import QUICK, check, models, mutations, nested, one, subschemas
+from support import check, nested, one, subschemas
 from typing_extensions import TypedDict
 
 from apcore_mcp import from_openai_call, to_openai_tools

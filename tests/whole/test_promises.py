@@ -24,6 +24,7 @@ import pytest
 from apcore import Executor, ModuleAnnotations
 from apcore.decorator import module
 from conftest import MODERN, FunctionalModule, connect, registry_of
+from generated import QUICK, Value, models
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -53,7 +54,6 @@ from pydantic import (
 )
 from pydantic import dataclasses as pydantic_dataclasses
 from pydantic.alias_generators import to_camel
-from support import QUICK, Value, models
 from typing_extensions import TypedDict
 
 from apcore_mcp import to_openai_tools
