@@ -73,6 +73,11 @@ def tool(function, **attributes):
 """How the program of a server in a process of its own begins. Functions with `@tool` follow, and `serve(registry)`."""
 
 
+def program(text: str, *arguments: str) -> list[str]:
+    """The command line of a server in a process of its own: `text` after `PROGRAM`, with `arguments`."""
+    return [sys.executable, "-c", PROGRAM + text, *arguments]
+
+
 def registry_of(modules: Mapping[str, Any] | None = None) -> Registry:
     """A registry of modules by id; a plain function becomes a module that accepts and returns any object."""
     registry = Registry()

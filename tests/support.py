@@ -39,14 +39,14 @@ from conftest import (
     RawClient,
     connect,
     echo,
+    program,
     registry_of,
     serving,
+    stdio,
 )
 from jsonschema import Draft202012Validator
-from mcp import StdioServerParameters
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import (
@@ -340,8 +340,8 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
     return registry
 
 
-STAGE_ON_STDIO = [sys.executable, "-c", "from support import stage; from apcore_mcp import serve; serve(stage())"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+STAGE_ON_STDIO = program("import support; serve(support.stage())")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests")])}
 
 
 @contextlib.asynccontextmanager
@@ -372,8 +372,7 @@ async def followed(
             url = stack.enter_context(serving(source or stage(), transport=transport, **options))
         server: Any
         if transport == "stdio":
-            program, *rest = STAGE_ON_STDIO
-            server = stdio_client(StdioServerParameters(command=program, args=rest, env=ENVIRONMENT))
+            server = stdio(STAGE_ON_STDIO, **ENVIRONMENT)
         elif transport == "sse":
             server = sse_client(f"{url}/sse")
         else:

@@ -10,11 +10,9 @@ import gc
 import json
 import logging
 import math
-import os
 import queue
 import re
 import signal
-import sys
 import threading
 import tracemalloc
 from collections import Counter
@@ -41,8 +39,6 @@ from apcore.errors import ModuleTimeoutError
 from conftest import (
     HANDSHAKE,
     MODERN,
-    PROGRAM,
-    ROOT,
     Clock,
     FunctionalModule,
     RawClient,
@@ -50,14 +46,15 @@ from conftest import (
     echo,
     free_port,
     hosting,
+    program,
     registry_of,
     serving,
+    stdio,
     with_clock,
 )
-from mcp import MCPError, StdioServerParameters
+from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.client.stdio import stdio_client
 from mcp_types import (
     CLIENT_CAPABILITIES_META_KEY,
     CLIENT_INFO_META_KEY,
@@ -160,7 +157,7 @@ def test_a_question_that_nobody_answers_for_ten_minutes_ends_its_call(caplog: py
 
 
 def test_progress_while_a_question_is_open_goes_to_no_request_that_was_answered(tmp_path: Path) -> None:
-    program = """
+    text = """
 @tool
 async def work(inputs, context):
     question = asyncio.ensure_future(elicit(context, "Go on?", key="go"))
@@ -181,7 +178,7 @@ async def wait(inputs, context):
 serve(registry)
 """
     gate = {"gate": str(tmp_path / "gate")}
-    with RawClient([sys.executable, "-c", PROGRAM + program]) as client:
+    with RawClient(program(text)) as client:
         asked = client.request("tools/call", call("t.work", gate))["result"]
         assert asked["resultType"] == "input_required"
         (tmp_path / "gate").touch()
@@ -287,7 +284,7 @@ async def test_a_cancellation_is_no_error_in_the_log(mode: str, caplog: pytest.L
 
 def test_no_call_begins_once_the_server_has_given_up_what_ran() -> None:
     """More calls than may run at once: those that wait for a place are refused when the places become free."""
-    program = """
+    text = """
 @tool
 async def endless(inputs, context):
     print("running", file=sys.stderr, flush=True)
@@ -295,7 +292,7 @@ async def endless(inputs, context):
 
 serve(registry)
 """
-    with RawClient([sys.executable, "-c", PROGRAM + program]) as client:
+    with RawClient(program(text)) as client:
         for _ in range(260):
             client.send("tools/call", call("t.endless"))
         assert client.process.stderr is not None
@@ -1034,19 +1031,20 @@ async def test_where_an_answer_could_not_come_back_nobody_is_asked(mode: str) ->
 
 
 ASK_ON_STDIO = """
-from apcore_mcp import serve
-from conftest import registry_of
-from support import ask
-serve(registry_of({"ask": ask}))
+@tool
+async def ask(inputs, context):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    return {"answer": await elicit(context, "Who are you?", schema)}
+
+serve(registry)
 """
 
 
 async def test_questions_are_asked_over_stdio_too(mode: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    server = stdio_client(StdioServerParameters(command=sys.executable, args=["-c", ASK_ON_STDIO], env=environment))
+    server = stdio(program(ASK_ON_STDIO))
     arguments, _ = asking(accept(name="Ada"))
     async with Client(server, mode=mode, cache=None, read_timeout_seconds=30, **arguments) as client:
-        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
+        assert (await client.call_tool("t.ask")).structured_content == {"answer": {"name": "Ada"}}
 
 
 async def test_questions_are_asked_over_sse_too() -> None:

@@ -33,7 +33,6 @@ from conftest import (
     HANDSHAKE,
     MODERN,
     MODULE,
-    PROGRAM,
     ROOT,
     Clock,
     FunctionalModule,
@@ -43,6 +42,7 @@ from conftest import (
     echo,
     free_port,
     hosting,
+    program,
     registry_of,
     serving,
     until,
@@ -881,7 +881,7 @@ serve(registry, transport=sys.argv[1], port=int(sys.argv[2]), on_startup=on_star
 @pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
 def test_a_signal_does_not_wait_for_a_slow_on_startup(transport: str) -> None:
     """NFR-REL-001."""
-    with RawClient([sys.executable, "-c", PROGRAM + SLOW_START, transport, str(free_port())]) as client:
+    with RawClient(program(SLOW_START, transport, str(free_port()))) as client:
         wait_for_stderr(client, "starting\n")
         client.process.send_signal(signal.SIGTERM)
         ended_well(client)
@@ -924,8 +924,9 @@ print("started")
 
 
 def test_a_start_that_the_system_refuses_leaves_a_server_that_can_be_started() -> None:
-    script = [sys.executable, "-c", PROGRAM + REFUSED_START, str(free_port())]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(
+        program(REFUSED_START, str(free_port())), capture_output=True, text=True, timeout=40, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
 
 
@@ -1212,9 +1213,7 @@ async def test_two_apps_of_one_registry_live_side_by_side_and_one_after_the_othe
                     assert f'"name":"{name}"' in answer.text.replace(" ", "")
 
 
-FORKING = (
-    PROGRAM
-    + """
+FORKING = """
 import multiprocessing, signal
 children = []
 
@@ -1239,12 +1238,11 @@ def terminate(inputs, context):
 
 serve(registry)
 """
-)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_process_that_a_module_forked_ends_by_a_signal_and_with_the_server() -> None:
-    with RawClient([sys.executable, "-c", FORKING]) as client:
+    with RawClient(program(FORKING)) as client:
         client.initialize()
         for _ in range(3):
             client.request("tools/call", {"name": "t.fork", "arguments": {}})
@@ -1405,10 +1403,8 @@ def test_a_folder_that_is_none_is_not_discovered(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("FR-SERVER-010")
 def test_a_program_without_logging_of_its_own_sees_what_it_asked_for() -> None:
-    program = 'serve(registry, log_level="INFO")'
-    completed = subprocess.run(
-        [sys.executable, "-c", PROGRAM + program], stdin=subprocess.DEVNULL, capture_output=True, timeout=30
-    )
+    arguments = program('serve(registry, log_level="INFO")')
+    completed = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
     assert b"apcore-mcp server started" in completed.stderr
 
 

@@ -40,13 +40,13 @@ from conftest import (
     ANYTHING,
     HANDSHAKE,
     MODERN,
-    ROOT,
     Clock,
     FunctionalModule,
     connect,
     echo,
     free_port,
     hosting,
+    program,
     registry_of,
     serving,
     with_clock,
@@ -802,52 +802,46 @@ async def test_a_dropped_post_cancels_its_call_only_from_2026_on(mode: str) -> N
 # ---- How servers end ----
 
 SERVER = """
-import asyncio, os, pathlib, sys, time
-from apcore import Registry
-from apcore_mcp import serve
-
 def say(line):
     os.write(1, line.encode() + b"\\n")
 
-class Patient:
-    description = "Waits for a file"
-    input_schema = output_schema = {"type": "object"}
-    waiting = None
-    async def execute(self, inputs, context):
-        say("entered")
-        self.waiting = self.waiting or asyncio.create_task(self.wait(inputs["until"]))
-        await asyncio.shield(self.waiting)  # so that all calls are done at the same moment
-        return {"until": inputs["until"]}
-    async def wait(self, until):
-        while not pathlib.Path(until).exists():
-            await asyncio.sleep(0.01)
+async def file(path):
+    while not Path(path).exists():
+        await asyncio.sleep(0.01)
 
-class Big(Patient):
-    def execute(self, inputs, context):
-        return {"text": "x" * 8_000_000}
+waiting = []
 
-class Endless(Patient):
-    async def execute(self, inputs, context):
-        say("entered")
-        await asyncio.Event().wait()
+@tool
+async def patient(inputs, context):
+    say("entered")
+    if not waiting:
+        waiting.append(asyncio.create_task(file(inputs["until"])))
+    await asyncio.shield(waiting[0])  # so that all calls are done at the same moment
+    return {"until": inputs["until"]}
 
-class Blocking(Patient):
-    def execute(self, inputs, context):
-        say("entered")
-        time.sleep(120)
+@tool
+def big(inputs, context):
+    return {"text": "x" * 8_000_000}
 
-class Stubborn(Patient):
-    async def execute(self, inputs, context):
-        say("entered")
-        while True:
-            try:
-                await asyncio.sleep(1)
-            except asyncio.CancelledError:
-                pass
+@tool
+async def endless(inputs, context):
+    say("entered")
+    await asyncio.Event().wait()
 
-registry = Registry()
-for kind in (Patient, Big, Endless, Blocking, Stubborn):
-    registry.register("demo." + kind.__name__.lower(), kind())
+@tool
+def blocking(inputs, context):
+    say("entered")
+    time.sleep(120)
+
+@tool
+async def stubborn(inputs, context):
+    say("entered")
+    while True:
+        try:
+            await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            pass
+
 serve(
     registry, transport=sys.argv[1], port=int(sys.argv[2]),
     on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
@@ -876,15 +870,14 @@ class Program(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def program(transport: str = "streamable-http") -> AsyncIterator[Program]:
+async def started(transport: str = "streamable-http") -> AsyncIterator[Program]:
     port = free_port()
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    arguments = [sys.executable, "-c", SERVER, transport, str(port)]
-    process = await asyncio.create_subprocess_exec(*arguments, cwd=ROOT, **pipes)
-    started = Program(f"http://127.0.0.1:{port}", process)
+    process = await asyncio.create_subprocess_exec(*program(SERVER, transport, str(port)), **pipes)
+    server = Program(f"http://127.0.0.1:{port}", process)
     try:
-        await started.says("started")
-        yield started
+        await server.says("started")
+        yield server
     finally:
         if process.returncode is None:
             process.kill()
@@ -901,7 +894,7 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     transport: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     released = tmp_path / "released"
-    async with program(transport) as server, contextlib.AsyncExitStack() as stack:
+    async with started(transport) as server, contextlib.AsyncExitStack() as stack:
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
         if transport == "streamable-http":
@@ -919,7 +912,7 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
         for client in connected:
             await client.list_tools()  # or it would ask for the tool's output schema when the result comes
         calls = [
-            asyncio.create_task(client.call_tool("demo.patient", {"until": str(released)}))
+            asyncio.create_task(client.call_tool("t.patient", {"until": str(released)}))
             for client in connected
             for _ in range(25)
         ]
@@ -947,11 +940,11 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
 @pytest.mark.requirement("NFR-REL-001")
 async def test_calls_that_never_end_do_not_hold_the_exit_past_the_grace_period() -> None:
     """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; on both transports."""
-    kinds = ["demo.endless", "demo.blocking", "demo.stubborn"]
+    kinds = ["t.endless", "t.blocking", "t.stubborn"]
 
     async def end(transport: str) -> None:
         async with (
-            program(transport) as server,
+            started(transport) as server,
             httpx.AsyncClient(timeout=30) as raw,
             contextlib.AsyncExitStack() as stack,
         ):
@@ -997,14 +990,14 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
 
 async def test_what_clients_leave_unread_or_unsaid_does_not_hold_the_exit_past_the_grace_period() -> None:
     async def end(transport: str, clients: int) -> None:
-        async with program(transport) as server:
+        async with started(transport) as server:
             with contextlib.ExitStack() as stack:
                 opener = stack.enter_context(httpx.Client(timeout=30))
                 for number in range(clients):
                     if transport == "sse":
-                        stuck = await asyncio.to_thread(clog, server.url, "demo.big")
+                        stuck = await asyncio.to_thread(clog, server.url, "t.big")
                     else:
-                        request = call("demo.big", {}, era := (HANDSHAKE, MODERN)[number % 2])
+                        request = call("t.big", {}, era := (HANDSHAKE, MODERN)[number % 2])
                         if era == HANDSHAKE:
                             _, request["headers"] = await asyncio.to_thread(handshake, opener, f"{server.url}/mcp")
                         stuck = await asyncio.to_thread(post_and_stop_reading, f"{server.url}/mcp", **request)

@@ -10,7 +10,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -22,13 +21,13 @@ from apcore import Registry
 from conftest import (
     HANDSHAKE,
     MODERN,
-    PROGRAM,
     ROOT,
     FunctionalModule,
     RawClient,
     command,
     connect,
     echo,
+    program,
     registry_of,
     serving,
     stdio_parameters,
@@ -509,7 +508,7 @@ def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_chang
 
 @pytest.mark.requirement("FR-DYNAMIC-003")
 def test_a_registration_from_another_thread_is_announced_though_nobody_says_anything(tmp_path: Path) -> None:
-    program = """
+    text = """
 @tool
 async def later(inputs, context):
     def register():
@@ -522,7 +521,7 @@ async def later(inputs, context):
 serve(registry)
 """
     gate = tmp_path / "gate"
-    with RawClient([sys.executable, "-c", PROGRAM + program]) as client:
+    with RawClient(program(text)) as client:
         client.initialize()
         client.request("tools/call", {"name": "t.later", "arguments": {"gate": str(gate)}})
         gate.touch()  # from here on the server's loop hears of nothing but the other thread

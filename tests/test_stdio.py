@@ -27,6 +27,7 @@ from conftest import (
     ROOT,
     RawClient,
     command,
+    program,
     stdio_parameters,
 )
 from mcp.client import Client
@@ -43,7 +44,7 @@ from support import (
 
 def test_the_last_answer_reaches_a_terminal(tmp_path: Path) -> None:
     """As it does a file: both are written to by a thread."""
-    program = """
+    text = """
 @tool
 async def big(inputs, context):
     return {"text": "x" * 10_000_000}
@@ -58,7 +59,7 @@ serve(registry)
     received = bytearray()
     ours, theirs = os.openpty()
     with asked.open("rb") as stdin:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM + program], stdin=stdin, stdout=theirs)
+        process = subprocess.Popen(program(text), stdin=stdin, stdout=theirs)
         os.close(theirs)
         while data := _read(ours):
             received += data
@@ -606,8 +607,7 @@ second.wait()
 
 
 def test_a_second_server_on_the_same_standard_streams_is_refused() -> None:
-    arguments = [sys.executable, "-c", PROGRAM + TWO_SERVERS]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+    with subprocess.Popen(program(TWO_SERVERS), stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.wait(timeout=30) == 0  # with its input still open
         assert process.stderr is not None
         assert "refused: stdin and stdout are taken" in process.stderr.read().decode()
