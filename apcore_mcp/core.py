@@ -1144,16 +1144,12 @@ def _failure(text: str, code: str, **report: Any) -> JSONObject:
 _ERRORS_MAX = 20  # that a client is told of one call
 _ERRORS_SEEN = 1_000  # to find these
 _ERROR_CHARACTERS = 1_000  # of a field's path, and of what is wrong with it
-_LOG_CHARACTERS = 40_000
 
 
-def _dotted(*steps: object) -> str:
-    return ".".join(_text_of(step) for step in steps if step != "")
-
-
-# One thing that is wrong with arguments: where, a code, a message. A step of the path that chooses a branch of a union,
-# and leads nowhere in the arguments, stands in a tuple: `("pet", ("Dog",), "kind")`.
-_Fault = tuple[tuple[Any, ...], str, str]
+# One thing that is wrong with arguments: where, a code, a message. As long as no branches of unions are chosen, the
+# steps also name these: `("pet", "Dog", "kind")`.
+_Steps = tuple[Any, ...]
+_Fault = tuple[_Steps, str, str]
 
 
 def _faults(tool: _Tool, arguments: JSONObject) -> list[list[_Fault]]:
@@ -1172,7 +1168,7 @@ def _faults(tool: _Tool, arguments: JSONObject) -> list[list[_Fault]]:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as refusal:
         for error in refusal.errors()[:_ERRORS_SEEN]:
-            faults.append([(_path_of(error, arguments), error["type"], error["msg"])])
+            faults.append([(error["loc"], error["type"], error["msg"])])
     return faults
 
 
@@ -1181,25 +1177,11 @@ def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
-def _path_of(error: Any, value: Any) -> tuple[Any, ...]:
-    """Where in `value` an error of pydantic's is."""
-    path: list[Any] = []
-    for step in error["loc"]:
-        try:
-            value = value[step]
-            path.append(step)
-        except (LookupError, TypeError):
-            path.append((step,))
-    if error["type"] == "missing":
-        path[-1] = error["loc"][-1]
-    return tuple(path)
-
-
-def _faults_of(error: Any, above: tuple[Any, ...] = ()) -> Iterator[_Fault]:
+def _faults_of(error: Any, above: _Steps = ()) -> Iterator[_Fault]:
     """An error of jsonschema's, or in its place those by each branch of a union."""
     path = (*above, *error.relative_path)
     for inner in error.context:
-        yield from _faults_of(inner, (*path, (inner.relative_schema_path[0],)))
+        yield from _faults_of(inner, (*path, ("branch", inner.relative_schema_path[0])))
     if error.validator == "required":
         missing = [name for name in error.validator_value if error.message.startswith(repr(name))]
         yield (*path, *missing[:1]), "required", "Field required"
@@ -1207,69 +1189,76 @@ def _faults_of(error: Any, above: tuple[Any, ...] = ()) -> Iterator[_Fault]:
         yield path, error.validator, error.message
 
 
-def _meant_faults(faults: Iterable[_Fault], depth: int = 0) -> list[_Fault]:
-    """Of `faults`, which have `depth` steps in common, those by the branch of each union that was meant.
+_MISSING = ("missing", "required")
+
+
+def _meant_faults(faults: Iterable[_Fault], value: Any, path: _Steps = ()) -> list[_Fault]:
+    """Of the `faults` in a value, which stands at `path`, those by the branch of each union that was meant.
 
     That is one for values of this kind, if there is any, then one whose tag is right, then one with few faults.
     """
     kept: list[_Fault] = []
-    branches: list[list[_Fault]] = []
-    below: dict[tuple[Any, ...], list[_Fault]] = {}
-    for fault in faults:
-        below.setdefault(fault[0][depth : depth + 1], []).append(fault)
-    for step, part in below.items():
-        if not step:
-            kept += part
-        elif isinstance(step[0], tuple):
-            branches.append(_meant_faults(part, depth + 1))
+    inside: dict[Any, list[_Fault]] = {}
+    for steps, code, message in faults:
+        if not steps or (len(steps) == 1 and code in _MISSING):
+            kept.append(((*path, *steps), code, message))
         else:
-            kept += _meant_faults(part, depth + 1)
-
-    def misfit(branch: list[_Fault]) -> int:
-        points = 0
-        for path, code, message in branch:
-            if code.endswith("type") and len(path) == depth + 1:
-                points += 10_000
-            elif code in _CHOICES:
-                points += 10 if code == "enum" or " or " in message else 100
-            points += 1
-        return points
-
-    best = min(map(misfit, branches), default=0)
-    for branch in branches:
-        if misfit(branch) == best:
+            inside.setdefault(steps[0], []).append((steps[1:], code, message))
+    branches: list[list[_Fault]] = []
+    for step, part in inside.items():
+        try:
+            item = value[step]
+        except (LookupError, TypeError):  # it does not lead into the value
+            branches.append(_meant_faults(part, value, path))
+        else:
+            kept += _meant_faults(part, item, (*path, step))
+    misfits = [sum(_misfit(fault, path) for fault in branch) for branch in branches]
+    least = min(misfits, default=0)
+    for branch, misfit in zip(branches, misfits, strict=True):
+        if misfit == least:
             kept += branch
     return kept
 
 
-_CHOICES = ("const", "enum", "literal_error")
+def _misfit(fault: _Fault, path: _Steps) -> int:
+    """How much a fault speaks against a branch for the value at `path`."""
+    place, code, message = fault
+    if code.endswith("type") and place == path:
+        return 1_000_000
+    if code in ("const", "literal_error") and len(place) == len(path) + 1 and " or " not in message:
+        return 1_000
+    return 1
 
 
-def _errors_of(tool: _Tool, faults: list[list[_Fault]]) -> list[dict[str, str]]:
-    """Faults in apcore's form. Inside of a secret only names that its schema knows are told."""
-    distinct: dict[_Fault, None] = {}
-    for path, code, message in _meant_faults(itertools.chain(*faults)):
-        in_arguments = tuple(step for step in path if not isinstance(step, tuple))
-        distinct[in_arguments, code, message] = None
+def _field(schema: JSONSchema, path: _Steps) -> str:
+    """`a.0` for the place of a fault. Inside of a secret only names that its schema knows are told."""
+    names: list[str] = []
+    views, is_secret = [schema], False
+    for step in path:
+        views = [*_views(*views)]
+        is_secret = is_secret or any(map(_is_blanked, views))
+        is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
+        names.append(str(step) if is_known or not is_secret else "*")
+        views = [*_inside(views, step)]
+    return ".".join(names)
+
+
+def _errors_of(tool: _Tool, arguments: JSONObject, faults: list[list[_Fault]]) -> list[dict[str, str]]:
+    """Faults in the form that errors are told in."""
     errors: list[dict[str, str]] = []
-    for path, code, message in itertools.islice(distinct, _ERRORS_MAX):
-        named: list[object] = []
-        views, is_secret = [*_views(tool.input_schema)], False
-        for step in path:
-            is_secret = is_secret or any(map(_is_blanked, views))
-            is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
-            named.append(step if is_known or not is_secret else "*")
-            views = [*_views(*_inside(views, step))]
-        errors.append({"field": _dotted(*named), "code": code, "message": message})
+    meant = dict.fromkeys(_meant_faults(itertools.chain(*faults), arguments))
+    for path, code, message in itertools.islice(meant, _ERRORS_MAX):
+        errors.append({"field": _field(tool.input_schema, path), "code": code, "message": message})
     return errors
 
 
 def _check_input(tool: _Tool, arguments: JSONObject) -> None:
     """Raise apcore's SchemaValidationError for arguments that the module refuses."""
-    if errors := _errors_of(tool, _faults(tool, arguments)):
+    if errors := _errors_of(tool, arguments, _faults(tool, arguments)):
         raise SchemaValidationError(f"Input validation failed: {errors}", errors)
 
 
+@dataclasses.dataclass
 class _ErrorMapper:
     """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
 
@@ -1279,11 +1268,11 @@ class _ErrorMapper:
     call failed, so it may take its time.
     """
 
-    def __init__(
-        self, label: str, tool: _Tool, arguments: JSONObject, involved: Iterable[Any], registry: Registry
-    ) -> None:
-        self._label = label
-        self._tool, self._arguments, self._involved, self._registry = tool, arguments, involved, registry
+    label: str
+    tool: _Tool
+    arguments: JSONObject
+    involved: Iterable[Any]
+    registry: Registry
 
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
@@ -1292,14 +1281,19 @@ class _ErrorMapper:
             step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
             if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
                 error = cause = _not_json(cause)
-            code = _text_of(error.code) if isinstance(error, ModuleError) else "GENERAL_INTERNAL_ERROR"
-            text, withheld = _UNEXPECTED, self._is_sensitive(error, "input_schema")
+            withheld = self._is_sensitive(error, "input_schema")
+            code = "GENERAL_INTERNAL_ERROR"
+            text = _UNEXPECTED
             report: JSONObject = {}
-            if isinstance(error, ModuleError) and isinstance(cause, ModuleError):
-                text, report = self._tell(error, code, step, withheld)
-            self._log(cause, text, withheld or bool(self._tool.marks) or self._is_sensitive(error, "output_schema"))
-            flags = {flag: getattr(error, flag, None) for flag in ("retryable", "user_fixable")}
-            return _failure(text, code, **{key: flag for key, flag in flags.items() if isinstance(flag, bool)} | report)
+            if isinstance(error, ModuleError):
+                code = _text_of(error.code)
+                for flag in ("retryable", "user_fixable"):
+                    if isinstance(getattr(error, flag), bool):
+                        report[flag] = getattr(error, flag)
+                if isinstance(cause, ModuleError):
+                    text = self._tell(error, code, step, withheld, report)
+            self._log(cause, text, withheld or bool(self.tool.marks) or self._is_sensitive(error, "output_schema"))
+            return _failure(text, code, **report)
         except BaseException as another:  # an error of a module's own class may do anything when it is looked at
             self._log(error, f"(raised {type(another).__name__} when it was looked at)", withheld=True)
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
@@ -1308,7 +1302,7 @@ class _ErrorMapper:
         """Whether a module that took part in the call marks something `x-sensitive`."""
         # Those that an error of apcore's names include what was called without the context of the call.
         chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else ()
-        modules = (self._tool.descriptor, *self._involved, *map(self._registry.get_definition, chain))
+        modules = (self.tool.descriptor, *self.involved, *map(self.registry.get_definition, chain))
         schemas = [getattr(module, side, None) or {} for module in modules]
         return any(_marks_sensitive(each if isinstance(each, dict) else each.model_json_schema()) for each in schemas)
 
@@ -1321,55 +1315,64 @@ class _ErrorMapper:
             text = f"(not shown: it may quote sensitive values), raised in {frames}"
         else:
             text, trace = _text_of(error), error
-        text = text[:_LOG_CHARACTERS]
-        logger.error("Tool call error: %s - %s: %s", self._label, type(error).__name__, text, exc_info=trace)
+        logger.error("Tool call error: %s - %s: %.40000s", self.label, type(error).__name__, text, exc_info=trace)
 
-    def _tell(self, error: ModuleError, code: str, step: str, withheld: bool) -> tuple[str, JSONObject]:
-        """What the client is told, and what else there is to report."""
+    def _tell(self, error: ModuleError, code: str, step: str, withheld: bool, report: JSONObject) -> str:
+        """What the client is told; what there is beside it to report goes into `report`."""
         if isinstance(error, SchemaValidationError):
-            return self._tell_validation(error, step, withheld)
-        sentence = _SENTENCES.get(code, _ANY_OTHER)
-        sentence = sentence.partition(":")[0] if withheld and code in _SENTENCES else sentence
+            return self._tell_validation(error, step, withheld, report)
         facts = {key: _text_of(error.details.get(key, "")) for key in ("module_id", "timeout_ms")}
-        text = sentence.format(**facts, code=code, message=_text_of(error.message))
+        text = _SENTENCES.get(code, _ANY_OTHER).format(**facts, code=code, message=_text_of(error.message))
+        if withheld and code in _SENTENCES:
+            text = text.partition(":")[0]
         if code == "MODULE_TIMEOUT":
-            return text, {"error_details": {"timeout_ms": int(facts["timeout_ms"])}}
-        itself = error.details.get("call_chain") == [self._tool.module_id]
-        if withheld or not itself or code in ErrorCodeRegistry().all_codes:
-            return text, {}
-        # What the module's author advises.
-        advice = {key: _text_of(said) for key in ("ai_guidance", "suggestion") if (said := getattr(error, key))}
-        return "\n".join(filter(None, (text, advice.get("ai_guidance")))), advice
+            report["error_details"] = {"timeout_ms": int(facts["timeout_ms"])}
+        by_itself = error.details.get("call_chain") == [self.tool.module_id]
+        if by_itself and not withheld and code not in ErrorCodeRegistry().all_codes:
+            # What the module's author advises.
+            if error.suggestion:
+                report["suggestion"] = _text_of(error.suggestion)
+            if error.ai_guidance:
+                report["ai_guidance"] = _text_of(error.ai_guidance)
+                text += f"\n{report['ai_guidance']}"
+        return text
 
-    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool) -> tuple[str, JSONObject]:
-        if error.details.get("module_id", self._tool.module_id) != self._tool.module_id:
-            # A module that this one called was given something wrong: not the client's fault, nor its business.
-            return _ANY_OTHER.format(code=error.code), {"user_fixable": False}
+    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool, report: JSONObject) -> str:
         # apcore says "Input validation failed" of a dict schema's output too; the step that failed knows better.
         of_output = step == "output_validation" or _text_of(error.message).startswith("Output")
+        of_another = error.details.get("module_id", self.tool.module_id) != self.tool.module_id
+        if of_output or of_another:
+            report["user_fixable"] = False
+        if of_another:  # which was given something wrong by this one: nothing that the client has to know
+            return _ANY_OTHER.format(code=error.code)
         told = error.details.get("errors") or []
-        errors = [_field_error(entry) for entry in told[:_ERRORS_MAX]]
         if step == "input_validation":
-            faults = _faults(self._tool, self._arguments)
+            faults = _faults(self.tool, self.arguments)
             if len(faults) == len(told[:_ERRORS_SEEN]):  # or middleware has changed the arguments
-                errors = [_field_error(entry) for entry in _errors_of(self._tool, faults)]
-        for e in errors if withheld or of_output else ():  # a message may quote the value, a part or the parent of it
-            e["message"] = "Field required" if e["code"] in ("required", "missing") else "Value is not valid"
-        lines = [f"- {e['field'] or '(root)'}: {e['message']} ({e['code']})" for e in errors]
-        title = f"{'Output' if of_output else 'Input'} validation failed{':' * bool(lines)}"
-        report = {"error_details": {"errors": errors}} if errors else {}
-        return "\n".join([title, *lines]), {**report, "user_fixable": False} if of_output else report
+                told = _errors_of(self.tool, self.arguments, faults)
+        errors = [_told_error(each) for each in told[:_ERRORS_MAX]]
+        title = "Output validation failed" if of_output else "Input validation failed"
+        if not errors:
+            return title
+        lines = [f"{title}:"]
+        for each in errors:
+            if withheld or of_output:  # a message may quote the value, a part or the parent of it
+                each["message"] = "Field required" if each["code"] in _MISSING else "Value is not valid"
+            lines.append(f"- {each['field'] or '(root)'}: {each['message']} ({each['code']})")
+        report["error_details"] = {"errors": errors}
+        return "\n".join(lines)
 
 
-def _field_error(entry: Any) -> dict[str, str]:
+def _told_error(error: JSONObject) -> dict[str, str]:
     """`{"field": "a.0", "code": "type", "message": "..."}` from any form in which an invalid value is reported.
 
-    apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another, or a text.
+    apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another.
     """
-    if not isinstance(entry, dict):
-        entry = {"message": entry}
-    path, code = _dotted(*_text_of(entry.get("path", "")).split("/")), entry.get("keyword") or "invalid"
-    told = {"field": entry.get("field", path), "code": entry.get("code") or code, "message": entry.get("message", "")}
+    told = {
+        "field": error.get("field") or _text_of(error.get("path", "")).strip("/").replace("/", "."),
+        "code": error.get("code") or error.get("keyword") or "invalid",
+        "message": error.get("message", ""),
+    }
     return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in told.items()}
 
 
