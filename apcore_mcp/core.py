@@ -1595,12 +1595,12 @@ class _Files:
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that may define modules, or say what they are; and of each link to a folder."""
         max_depth, _, ignored = self._registry._scan_params()
-        ignored.append("node_modules")
+        ignored += ["node_modules", ".*", "_*"]
         seen = {}
 
         def look(folder: str, depth: int) -> None:
             for entry in os.scandir(folder):
-                if entry.name.startswith((".", "_")) or any(match_glob(pattern, entry.name) for pattern in ignored):
+                if any(match_glob(pattern, entry.name) for pattern in ignored):
                     continue
                 with suppress(OSError):  # gone meanwhile
                     if entry.is_dir(follow_symlinks=False):
@@ -3504,43 +3504,38 @@ class _Life:
             self._ended.set_result(None)
 
     async def run(self) -> None:
-        """Build, accept, announce, wait for the end, close."""
+        """Build, accept, announce, wait for the end, close: whatever one step of that raises, the others follow."""
+        from anyio import CancelScope
+
+        options, app, where = self._options, None, ""
         try:
-            async with _Bridge(self._options) as bridge, AsyncExitStack() as stack:
-                await self._serve(bridge, stack)
+            async with _Bridge(options) as bridge, AsyncExitStack() as closing:
+                serving: asyncio.Future[None] = self._ended  # where a host does
+                if self._mounted:
+                    app = await _http_app(bridge)
+                elif options.transport == "stdio":
+                    serving = await closing.enter_async_context(_serve_stdio(bridge))
+                else:
+                    serving = await closing.enter_async_context(_serve_http(bridge))
+                    where = f", at {options.url}"
+                    if options.explorer:
+                        where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
+                serving.add_done_callback(lambda _: self.stop())
+                closing.push_async_callback(bridge.finish)
+                _announce(bridge, where)
+                with CancelScope() as starting:  # it may be told to end before `on_startup` has
+                    self._ended.add_done_callback(lambda _: starting.cancel())
+                    await _call_back(options.on_startup)
+                    closing.push_async_callback(_call_back, options.on_shutdown)
+                self.started.set_result(app)
+                await self._ended
+                if serving.done():
+                    serving.result()  # an error that ended the transport is the caller's to see
         except BaseException as error:
             self.ending = True  # before anybody is told: a server may be started again
             if self.started.done():
                 raise
             self.started.set_exception(error)
-
-    async def _serve(self, bridge: _Bridge, closing: AsyncExitStack) -> None:
-        """From the first client to the last; whatever one step of `closing` raises, the others follow."""
-        from anyio import CancelScope
-
-        options = self._options
-        app, where = None, ""
-        serving: asyncio.Future[None] = self._ended  # where a host does
-        if self._mounted:
-            app = await _http_app(bridge)
-        elif options.transport == "stdio":
-            serving = await closing.enter_async_context(_serve_stdio(bridge))
-        else:
-            serving = await closing.enter_async_context(_serve_http(bridge))
-            where = f", at {options.url}"
-            if options.explorer:
-                where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
-        serving.add_done_callback(lambda _: self.stop())
-        closing.push_async_callback(bridge.finish)
-        _announce(bridge, where)
-        with CancelScope() as starting:  # it may be told to end before `on_startup` has
-            self._ended.add_done_callback(lambda _: starting.cancel())
-            await _call_back(options.on_startup)
-            closing.push_async_callback(_call_back, options.on_shutdown)
-        self.started.set_result(app)
-        await self._ended
-        if serving.done():
-            serving.result()  # an error that ended the transport is the caller's to see
 
     def block(self) -> None:
         """Run on a loop that is this life's own, and close it."""
