@@ -1529,8 +1529,7 @@ def _left_out(what: object) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        told = f"definition {error} is missing" if type(error) is KeyError else _text_of(error)
-        logger.warning("%s is left out: %s: %s", what, type(error).__name__, told)
+        logger.warning("%s is left out: %s: %s", what, type(error).__name__, _text_of(error))
 
 
 _Registration = tuple[Any, ...]  # what `Registry.register` takes: id, module, and for classes version and metadata
