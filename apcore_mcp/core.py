@@ -78,7 +78,6 @@ from typing import (
     Any,
     Literal,
     ParamSpec,
-    TypeGuard,
     TypeVar,
     cast,
     get_origin,
@@ -409,8 +408,8 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
 _CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable"}
 _OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
 
+_Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
@@ -496,10 +495,6 @@ def _types(schema: JSONSchema) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-def _is_model(declared: object) -> TypeGuard[type[BaseModel]]:
-    return isinstance(declared, type) and issubclass(declared, BaseModel)
-
-
 class _Unconvertible(ValueError):
     """A legal schema that cannot be written out: an output schema costs its tool only that."""
 
@@ -515,7 +510,7 @@ class _SchemaConverter:
     """
 
     def __init__(self, declared: object = None) -> None:
-        self._by_pydantic = _is_model(declared)
+        self._by_pydantic = isinstance(declared, _Model)
         self._nodes = 0
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
@@ -535,7 +530,7 @@ class _SchemaConverter:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        kept = {k: v for k, v in node.items() if k not in _FOR_REFERENCES or v == _DIALECT}
+        kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES}
         try:
             _NODE.validate_python(kept, strict=True)
         except ValidationError as refusal:
@@ -555,7 +550,7 @@ class _SchemaConverter:
         return result
 
     def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
-        name = unquote(ref).rsplit("/", 1)[-1]
+        name = posixpath.basename(unquote(ref))
         try:
             resolved = resolver.lookup(ref)
         except Unresolvable:
@@ -563,8 +558,8 @@ class _SchemaConverter:
         target = resolved.contents
         self._nodes += len(to_json(target, fallback=str)) // _BYTES_A_NODE
         if id(target) in opened:
-            circle = [*opened.values(), name][[*opened].index(id(target)) :]
-            raise _Unconvertible(f"Circular reference: {' -> '.join(circle)}")
+            path = [*opened.values(), name]
+            raise _Unconvertible(f"Circular reference: {' -> '.join(path[path.index(name) :])}")
         return self._visit(target, resolved.resolver, {**opened, id(target): name})
 
 
@@ -628,7 +623,7 @@ def _in_every_form(declared: Any, described: JSONSchema) -> JSONSchema:
     `described` is what apcore says of them: all there is for a dict schema. A model takes and gives its fields by name
     or alias, and gives what its serializers make of them.
     """
-    if not _is_model(declared):
+    if not isinstance(declared, _Model):
         return described
     core = TypeAdapter(declared).core_schema
     generator = _SentSchema()
@@ -661,8 +656,7 @@ def _is_closed(module: Any) -> bool:
     if not isinstance(module, FunctionModule) or module.input_schema.model_config.get("extra") == "allow":
         return False
     # The schema of a binding does not say it of its function.
-    parameters = inspect.signature(_function_of(module)).parameters.values()
-    return all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
 
 
 class _Returned(RootModel[T]):
@@ -768,7 +762,7 @@ def _redact_arguments(arguments: JSONSchema, registry: Any, module_id: str) -> A
     declared = registry.get(module_id).input_schema
     known = _in_every_form(declared, registry.get_definition(module_id).input_schema)
     marks = _marks(_SchemaConverter(declared).inline(known))
-    if marks and _is_model(declared) and not arguments.keys() <= marks["properties"].keys():
+    if marks and isinstance(declared, _Model) and not arguments.keys() <= marks["properties"].keys():
         raise KeyError(module_id)
     return _redact(arguments, marks)
 
@@ -825,10 +819,9 @@ class _AnnotationMapper:
         self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
-        overlay: Any = metadata.get("display") or display
-        overlay = overlay.get("mcp") if isinstance(overlay, dict) else None
-        if not isinstance(overlay, dict):  # in apcore's metadata any word may mean anything
-            overlay = {}
+        overlay: JSONObject = {}
+        with suppress(KeyError, TypeError):  # in apcore's metadata any word may mean anything
+            overlay = {**(metadata.get("display") or display)["mcp"]}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         paragraphs = [overlay.get("description") or descriptor.description]
         advice = {"Guidance": overlay.get("guidance")}
@@ -871,11 +864,8 @@ class _Tool:
         self.descriptor = descriptor
         self.module_id = descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
-        display = module.display if isinstance(module, FunctionModule) else None
-        self.about = _AnnotationMapper(descriptor, options.policies(), display)
+        self.about = _AnnotationMapper(descriptor, options.policies(), getattr(module, "display", None))
         self.name = self.about.alias
-        if len(self.module_id) > 128 and options.tool_names != "portable":  # MCP, "Tools"
-            logger.warning("Clients may refuse the tool name %s: it has more than 128 characters", self.module_id)
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
         self.is_closed = _is_closed(module)
         inputs = _input_schema(descriptor, self.model)
@@ -945,20 +935,16 @@ _PROMISED = frozenset(
 
 def _promise(schema: JSONSchema) -> JSONSchema:
     """What holds by `schema` of a value as it is sent: never stricter than that."""
-    unsaid = {key for key in schema if key.startswith(("format", "$"))}  # AJV knows some more
-    unsaid |= _CONSTRAINTS - _PROMISED
+    unsaid = _CONSTRAINTS - _PROMISED
     if "prefixItems" in schema:
         unsaid.add("items")
-    if "patternProperties" in schema or schema.get("additionalProperties") is False:
+    if "patternProperties" in schema or isinstance(schema.get("additionalProperties"), bool):
         unsaid.add("additionalProperties")
     # Of several variants more than one may hold where less is said of each.
     said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
     promise = _map_subschemas(said, _promise)
     # Nobody holds a default against its field, `size: int = None`.
     return _nullable(promise) if schema.get("default", promise) is None else promise
-
-
-_NO_VALUE = object()
 
 
 def _core_schema(schema: JSONSchema) -> Any:
@@ -979,7 +965,6 @@ def _core_schema(schema: JSONSchema) -> Any:
     for name in {*required, *properties}:
         field = _core_schema(properties.get(name, {}))
         fields[name] = core_schema.typed_dict_field(field, required=name in required)
-    others = schema.get("additionalProperties")
     kinds: JSONObject = {
         "null": core_schema.none_schema(),
         "boolean": core_schema.bool_schema(strict=True),
@@ -995,7 +980,7 @@ def _core_schema(schema: JSONSchema) -> Any:
         "object": core_schema.typed_dict_schema(
             fields,
             extra_behavior="allow",
-            extras_schema=_core_schema(others) if isinstance(others, dict) else None,
+            extras_schema=_core_schema(schema.get("additionalProperties", {})),
         ),
     }
     unions = [[kinds[kind] for kind in _types(schema) or kinds]]
@@ -1003,10 +988,10 @@ def _core_schema(schema: JSONSchema) -> Any:
         unions.append([_core_schema(part) for part in schema["anyOf"]])
     every: list[Any] = [core_schema.union_schema(union, mode="left_to_right") for union in unions]
     every += [_core_schema(part) for part in schema.get("allOf", ())]
-    if "enum" in schema or "const" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        plain = [value for value in values if type(value) in (str, int)]  # to Python, 1 is True and 1.0
-        every.append(core_schema.literal_schema(plain or [_NO_VALUE]))
+    if "const" in schema:
+        every.append(core_schema.literal_schema([schema["const"]]))
+    if "enum" in schema:
+        every.append(core_schema.literal_schema(schema["enum"]))
     return core_schema.chain_schema(every)
 
 
@@ -1056,9 +1041,7 @@ def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, A
     """
     try:
         text = _to_text({} if output is None else _written_out(output, decimals=decimals))
-        value = from_json(text, allow_inf_nan=False)
-        if tool.marks:
-            value = _redact(value, tool.marks)
+        value = _redact(from_json(text, allow_inf_nan=False), tool.marks)
         files = []
         for name, kind in tool.media.items():
             if value.get(name) != REDACTED_VALUE:
@@ -1378,6 +1361,7 @@ def _told_error(error: JSONObject) -> dict[str, str]:
 
 # ---- Documents: what a person reads of a tool; pure ----
 
+_NO_VALUE = object()
 _SAMPLE_MAX = 10_000  # characters of a list that is made up: one of 200 of 200 of 200 helps nobody
 _TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
 _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}

@@ -335,21 +335,6 @@ async def test_an_alias_is_given_up_and_taken_back_as_other_modules_come_and_go(
         assert await names(client) == ["x", "other"]
 
 
-async def test_a_name_that_clients_may_refuse_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """MCP, "Tools": names should have at most 128 characters; apcore's ids may have 192."""
-    modules = {"a" * 128: echo, "b" * 129: echo}
-    async with connect(modules, tool_names="portable") as client:
-        assert len((await client.list_tools()).tools) == 2
-    assert [
-        record for record in caplog.records if record.name == "apcore_mcp" and "b" * 129 in record.getMessage()
-    ] == []
-    async with connect(modules) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == [*modules]
-    (told,) = (r for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING)
-    assert "b" * 129 in told.getMessage()
-    assert "128" in told.getMessage()
-
-
 def answering() -> dict[str, Any]:
     return {module_id: gives({"i_am": module_id}) for module_id in IDS}
 
