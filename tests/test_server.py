@@ -10,9 +10,11 @@ import contextlib
 import json
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,6 +29,7 @@ from conftest import (
     command,
     connect,
     echo,
+    hosting,
     program,
     registry_of,
     serving,
@@ -43,11 +46,15 @@ from support import (
     META,
     answer,
     enveloped,
+    followed,
     handshake,
     initialize_params,
     message,
     modern,
 )
+
+import apcore_mcp.core
+from apcore_mcp import async_serve
 
 MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
@@ -526,6 +533,39 @@ serve(registry)
         client.request("tools/call", {"name": "t.later", "arguments": {"gate": str(gate)}})
         gate.touch()  # from here on the server's loop hears of nothing but the other thread
         assert client.receive()["method"] == "notifications/tools/list_changed"
+
+
+async def steps_of_a_change(sessions: int) -> int:
+    """How many steps the interpreter takes in the package from a registration until so many clients are told of it."""
+    registry = registry_of({f"doc.n{number}": documented(documentation="one") for number in range(100)})
+    steps = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename != apcore_mcp.core.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return count
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(40):
+        app = await stack.enter_async_context(async_serve(registry))
+        url = await stack.enter_async_context(hosting(app))
+        told = [await stack.enter_async_context(followed(None, HANDSHAKE, url=url)) for _ in range(sessions)]
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            registry.register("doc.new", documented(documentation="one"))
+            for _, changes in told:
+                await changes.get()
+        finally:
+            sys.settrace(before)
+    return steps
+
+
+async def test_a_change_is_looked_at_once_for_all_who_are_told_of_it() -> None:
+    one, twenty = await steps_of_a_change(1), await steps_of_a_change(20)
+    assert twenty < 2 * one
 
 
 class Late(Registry):
