@@ -588,10 +588,10 @@ async def test_an_output_that_is_sensitive_as_a_whole_is_hidden_as_a_whole(schem
     assert result.structured_content is None
 
 
-@pytest.mark.parametrize(("schema", "output", "shown"), ACCOUNTS)
-async def test_redact_output_false_shows_what_the_module_gave(
-    schema: Any, output: dict[str, Any], shown: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("schema", "output", "_"), [account for account in ACCOUNTS if account.id in ("then", "model", "dict")]
+)
+async def test_redact_output_false_shows_what_the_module_gave(schema: Any, output: dict[str, Any], _: object) -> None:
     async with connect({"demo.account": gives(output, output_schema=schema)}, redact_output=False) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("demo.account", {})

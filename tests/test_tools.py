@@ -236,9 +236,10 @@ OTHER = {"client_info": Implementation(name="someone-else", version="1")}
         ("mcp", False),
     ],
 )
-async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none(name: str, portable: bool, mode: str) -> None:
+async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none(name: str, portable: bool) -> None:
+    """In the handshake era as well: see `test_names_are_spelled_as_the_client_can_take_them`."""
     client = {"client_info": Implementation(name=name, version="1")}
-    async with connect({"image.resize": echo}, mode=mode, client=client) as connected:
+    async with connect({"image.resize": echo}, client=client) as connected:
         (tool,) = (await connected.list_tools()).tools
     assert tool.name == ("image-resize" if portable else "image.resize")
 

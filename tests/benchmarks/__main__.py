@@ -3,7 +3,8 @@
 python -m tests.benchmarks                    some minutes
 python -m tests.benchmarks --quick            seconds: whether everything runs, no figures to quote
 python -m tests.benchmarks --only "^call"     rows whose name matches a regular expression
-python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place
+python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place, and starts,
+                                              makes definitions and works in two processes beside this one
 python -m tests.benchmarks --existing         also beside the `apcore-mcp` of the package index
 """
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -46,7 +47,7 @@ tools/call of two lines: no error mapping, structured content, redaction, cancel
 a requirement's own number. Figures of different machines or runs do not compare."""
 
 EXTENSIONS = str(ROOT / "examples" / "extensions")
-STARTED = ["-m", "apcore_mcp", "--extensions-dir", EXTENSIONS, "--log-level", "ERROR"]
+STARTED = ("-m", "apcore_mcp", "--extensions-dir", EXTENSIONS, "--log-level", "ERROR")
 LISTED = '"tools":['  # in the answer to `tools/list`; others print it
 DISCOVERED = f"import mcp.server.lowlevel, apcore; apcore.Registry(extensions_dir={EXTENSIONS!r}).discover()"
 FIRST_LIST = b"""\
@@ -88,6 +89,14 @@ class Sizes:
 
 FULL = Sizes(rounds=11, calls=100, batch=500, load=200, few=100, many=1_000, most=5_000, lists=1_000)
 QUICK = Sizes(rounds=1, calls=3, batch=10, load=20, few=6, many=6, most=6, lists=6)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A Python that is started with `arguments`, and imports `apcore_mcp` from `tree`."""
+
+    arguments: Sequence[str]
+    tree: Path = ROOT
 
 
 class Pool:
@@ -191,18 +200,19 @@ def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]
     most, many = (replace(ours, count=count) for count in (sizes.most, sizes.many))
     yield Row(f"tools/list, {sizes.most} modules, by module", listing_by_module, most, many, base, 1.2)
 
-    yield from _starts()
+    yield from _starts(tree)
     yield from _http(sizes, ours, other, against)
-    yield from _limits(sizes)
+    yield from _limits(sizes, ours, other if tree else None)
 
 
-def _starts() -> Iterator[Row]:
-    def start(arguments: list[str]) -> float:
+def _starts(tree: Path | None) -> Iterator[Row]:
+    def start(started: Start) -> float:
         """From the start of a Python until it says `LISTED`."""
         begin = time.perf_counter()
-        pipe = subprocess.PIPE
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        environment = {**os.environ, "PYTHONPATH": str(started.tree)}
         with subprocess.Popen(
-            [sys.executable, *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=ROOT
+            [sys.executable, *started.arguments], **pipes, cwd=started.tree, env=environment
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -211,12 +221,16 @@ def _starts() -> Iterator[Row]:
             while line := process.stdout.readline():
                 if LISTED.encode() in line:
                     return time.perf_counter() - begin
-        raise RuntimeError(f"{' '.join(arguments)} has not answered")
+        raise RuntimeError(f"{' '.join(started.arguments)} has not answered")
 
-    sdk_and_modules = ["-c", f"{DISCOVERED}; print({LISTED!r})"]
-    yield Row("start to tools/list, examples", start, STARTED, sdk_and_modules, "SDK and discover()", slow=True)
-    imports = [["-c", f"import {package}; print({LISTED!r})"] for package in ("apcore_mcp", "apcore")]
-    yield Row("import apcore_mcp", start, *imports, "import apcore", slow=True)
+    serving, importing = Start(STARTED), Start(("-c", f"import apcore_mcp; print({LISTED!r})"))
+    sdk_and_modules = Start(("-c", f"{DISCOVERED}; print({LISTED!r})"))
+    yield Row("start to tools/list, examples", start, serving, sdk_and_modules, "SDK and discover()", slow=True)
+    import_apcore = Start(("-c", f"import apcore; print({LISTED!r})"))
+    yield Row("import apcore_mcp", start, importing, import_apcore, "import apcore", slow=True)
+    if tree:
+        for name, ours in (("start to tools/list, examples", serving), ("import apcore_mcp", importing)):
+            yield Row(name, start, ours, replace(ours, tree=tree), "other copy", slow=True)
 
 
 def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[Row]:
@@ -233,10 +247,13 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
         return float(side.load("primes.count", {"below": 3_000}, sizes.load, 20))
 
     two, one = Server("workers", 2, http=True), Server("workers", 1, http=True)
-    yield Row("calls of some work over HTTP, two workers", load_workers, two, one, "one worker", 1.0, "calls/s", True)
+    name = "calls of some work over HTTP, two workers"
+    yield Row(name, load_workers, two, one, "one worker", 1.0, "calls/s", True)
+    if other.tree:
+        yield Row(name, load_workers, two, replace(two, tree=other.tree), against, 1.10, "calls/s", True)
 
 
-def _limits(sizes: Sizes) -> Iterator[Row]:
+def _limits(sizes: Sizes, ours: Server, other: Server | None) -> Iterator[Row]:
     few, growing = sizes.few, Server("ours", sizes.few, names="auto")  # a server of their own: it grows
 
     def time_of(work: Any) -> float:
@@ -268,6 +285,14 @@ def _limits(sizes: Sizes) -> Iterator[Row]:
         return [models.get_definition(module_id) for module_id in models.list()]
 
     yield Row("to_openai_tools(), pydantic models", time_of, partial(convert, models), define, "get_definition()")
+    if other:
+        for name, of_models in (("by module", False), ("pydantic models", True)):
+
+            def definitions(side: Any, of_models: bool = of_models) -> float:
+                answer = side.call("bench.define", {"count": few, "models": of_models})
+                return float(answer["seconds"]) / few
+
+            yield Row(f"to_openai_tools(), {name}", definitions, ours, other, "other copy", 1.10)
     yield Row("register() to the next tools/list, by module", register, growing, 1e-3, "limit", 1.0, slow=True)
     yield Row("memory of a tool", memory, growing, 50e3, "limit", 1.0, "KB", slow=True)
 

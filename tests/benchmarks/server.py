@@ -87,6 +87,22 @@ class Grow:
         return {"started": self.started, **taken}
 
 
+class Define:
+    """A module that writes others as OpenAI definitions, and tells how long that took."""
+
+    def __init__(self) -> None:
+        self.input_schema = self.output_schema = {"type": "object"}
+        self.description = "Write modules as OpenAI definitions"
+
+    def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        from apcore_mcp import to_openai_tools
+
+        registry = modules(inputs["count"], Order if inputs["models"] else ORDER)
+        begin = time.perf_counter()
+        assert len(to_openai_tools(registry)) == inputs["count"]
+        return {"seconds": time.perf_counter() - begin}
+
+
 def add_modules(registry: Registry, count: int, schema: Any = ORDER) -> None:
     present = len(registry.list())
     for number in range(present, present + count):
@@ -102,6 +118,7 @@ def modules(count: int, schema: Any = ORDER) -> Registry:
     for kind, (its_schema, _) in KINDS.items():
         registry.register(f"call.{kind}", Echo(its_schema))
     registry.register("bench.grow", Grow(registry))
+    registry.register("bench.define", Define())
     add_modules(registry, count - len(registry.list()), schema)
     return registry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from conftest import ROOT
 @pytest.mark.timeout(260)
 def test_every_row_of_the_benchmarks_has_its_figures() -> None:
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--markdown"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    unmeasured = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    done = subprocess.run(command, cwd=ROOT, env=unmeasured, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     headings, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
