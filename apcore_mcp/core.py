@@ -1556,7 +1556,7 @@ class _Files:
             defined: dict[str, list[_Registration]] = {}
             for path in sorted(changed):
                 with _left_out(path):
-                    defined[path] = self._define(path) if path in self._seen else []
+                    defined[path] = [*self._define(path)] if path in self._seen else []
             # All that goes before any that comes: an id may have moved from one file to another.
             for module_id, (path, module) in [*self._made.items()]:
                 if path in defined:
@@ -1602,12 +1602,13 @@ class _Files:
         """What a file runs as, of which `@module` makes the ids of functions."""
         return f"apcore_ext.{self._registry._canonical_id_for_path(path)}"
 
-    def _define(self, path: str) -> list[_Registration]:
+    def _define(self, path: str) -> Iterator[_Registration]:
         """What a file defines, or binds."""
         if os.path.islink(path):
             raise ImportError("it is a link, and links are not followed")
         if path.endswith(".yaml"):
-            return _bindings(path)
+            yield from _bindings(path)
+            return
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook is not None:
@@ -1624,12 +1625,12 @@ class _Files:
                 classes[value] = None
         if len(classes) > 1 or not (classes or functions):
             logger.warning("%s is left out: %s", path, _NO_MODULE)
-            return []
-        made: list[_Registration] = [(one.module_id.removeprefix("apcore_ext."), one) for one in functions]
+            return
+        for one in functions:
+            yield one.module_id.removeprefix("apcore_ext."), one
         for module in classes:
             version = metadata.get("version") or getattr(module, "version", "1.0.0")
-            made.append((place.removeprefix("apcore_ext."), module(), str(version), metadata))
-        return made
+            yield place.removeprefix("apcore_ext."), module(), str(version), metadata
 
 
 def _run_file(path: str, place: str) -> JSONObject:
@@ -1653,18 +1654,17 @@ def _forget(places: set[str]) -> None:
             default.unregister(module_id)
 
 
-def _bindings(path: str) -> list[_Registration]:
+def _bindings(path: str) -> Iterator[_Registration]:
     """What a `*.binding.yaml` file binds, also of files beside it."""
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
-    bound = BindingLoader().load_bindings(path, Registry())
-    for module in bound:
+    for module in BindingLoader().load_bindings(path, Registry()):
         name = getattr(module._func, "__module__", "")
         beside = os.path.join(folder, f"{name}.py")
         if os.path.exists(beside) and sys.modules[name].__file__ != beside:
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-    return [(module.module_id, module) for module in bound]
+        yield module.module_id, module
 
 
 _FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
@@ -3451,9 +3451,8 @@ def _announce(bridge: _Bridge, where: str) -> None:
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
-    is_open = options.approval != "deny" and options.executor.governance_state().unprotected_control_surface
-    if is_open and any(module_id.startswith(_CONTROL) for module_id in bridge.catalog.tools):
-        logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
+    if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
+        logger.warning("Neither an ACL nor an approval handler protects the modules %s*", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     tools = "1 tool" if count == 1 else f"{count} tools"
