@@ -111,7 +111,7 @@ from apcore.errors import (
     ModuleTimeoutError,
 )
 from apcore.observability import MetricsCollector, MetricsMiddleware
-from apcore.pipeline import PipelineContext, PipelineStepError, StepResult
+from apcore.pipeline import PipelineContext, StepResult
 from apcore.policy import ExecutionPolicy
 from apcore.registry import load_metadata, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, UNSUPPORTED_KEYWORDS, detect_openai_strict_incompatibilities
@@ -1166,8 +1166,8 @@ def _faults_of(error: Any, above: _Steps = ()) -> Iterator[_Fault]:
     for inner in error.context:
         yield from _faults_of(inner, (*path, ("branch", inner.relative_schema_path[0])))
     if error.validator == "required":
-        missing = [name for name in error.validator_value if error.message.startswith(repr(name))]
-        yield (*path, *missing[:1]), "required", "Field required"
+        missing = error.message.removesuffix(" is a required property")  # in quotes
+        yield (*path, missing[1:-1]), "required", "Field required"
     elif not error.context:
         yield path, error.validator, error.message
 
@@ -1176,7 +1176,7 @@ _MISSING = ("missing", "required")
 
 
 def _meant_faults(faults: Iterable[_Fault], value: Any, path: _Steps = ()) -> list[_Fault]:
-    """Of the `faults` in a value, which stands at `path`, those by the branch of each union that was meant.
+    """Of the `faults` in a value, which stands at `path`, those by the branch of each union that was meant, once each.
 
     That is one for values of this kind, if there is any, then one whose tag is right, then one with few faults.
     """
@@ -1200,7 +1200,7 @@ def _meant_faults(faults: Iterable[_Fault], value: Any, path: _Steps = ()) -> li
     for branch, misfit in zip(branches, misfits, strict=True):
         if misfit == least:
             kept += branch
-    return kept
+    return [*dict.fromkeys(kept)]
 
 
 def _misfit(fault: _Fault, path: _Steps) -> int:
@@ -1208,8 +1208,8 @@ def _misfit(fault: _Fault, path: _Steps) -> int:
     place, code, message = fault
     if code.endswith("type") and place == path:
         return 1_000_000
-    if code in ("const", "literal_error") and len(place) == len(path) + 1 and " or " not in message:
-        return 1_000
+    if code in ("const", "enum", "literal_error") and len(place) == len(path) + 1:
+        return 10 if code == "enum" or " or " in message else 1_000  # a tag can be one thing only
     return 1
 
 
@@ -1229,8 +1229,7 @@ def _field(schema: JSONSchema, path: _Steps) -> str:
 def _errors_of(tool: _Tool, arguments: JSONObject, faults: list[list[_Fault]]) -> list[dict[str, str]]:
     """Faults in the form that errors are told in."""
     errors: list[dict[str, str]] = []
-    meant = dict.fromkeys(_meant_faults(itertools.chain(*faults), arguments))
-    for path, code, message in itertools.islice(meant, _ERRORS_MAX):
+    for path, code, message in _meant_faults(itertools.chain(*faults), arguments)[:_ERRORS_MAX]:
         errors.append({"field": _field(tool.input_schema, path), "code": code, "message": message})
     return errors
 
@@ -1261,7 +1260,7 @@ class _ErrorMapper:
         """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
         try:
             cause = error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
-            step = error.__context__.step_name if isinstance(error.__context__, PipelineStepError) else ""
+            step = getattr(error.__context__, "step_name", "")  # of apcore's pipeline
             if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
                 error = cause = _not_json(cause)
             withheld = self._is_sensitive(error, "input_schema")
@@ -1304,12 +1303,12 @@ class _ErrorMapper:
         """What the client is told; what there is beside it to report goes into `report`."""
         if isinstance(error, SchemaValidationError):
             return self._tell_validation(error, step, withheld, report)
-        facts = {key: _text_of(error.details.get(key, "")) for key in ("module_id", "timeout_ms")}
-        text = _SENTENCES.get(code, _ANY_OTHER).format(**facts, code=code, message=_text_of(error.message))
+        facts = {"module_id": "", **error.details, "code": code, "message": error.message}
+        text = _text_of(_SENTENCES.get(code, _ANY_OTHER).format_map(facts))
         if withheld and code in _SENTENCES:
             text = text.partition(":")[0]
         if code == "MODULE_TIMEOUT":
-            report["error_details"] = {"timeout_ms": int(facts["timeout_ms"])}
+            report["error_details"] = {"timeout_ms": int(error.details["timeout_ms"])}
         by_itself = error.details.get("call_chain") == [self.tool.module_id]
         if by_itself and not withheld and code not in ErrorCodeRegistry().all_codes:
             # What the module's author advises.
@@ -1352,7 +1351,7 @@ def _told_error(error: JSONObject) -> dict[str, str]:
     apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another.
     """
     told = {
-        "field": error.get("field") or _text_of(error.get("path", "")).strip("/").replace("/", "."),
+        "field": error.get("field") or error.get("path", "").strip("/").replace("/", "."),
         "code": error.get("code") or error.get("keyword") or "invalid",
         "message": error.get("message", ""),
     }
@@ -2020,9 +2019,9 @@ def from_openai_call(
 
 def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tuple[_Tool, JSONObject]:
     """The tool that a model called, and what with."""
-    module_id, tool = from_openai_name(name, options.registry), None
-    if module_id in options.registry.list(prefix=module_id):
-        tool = _ToolCatalog(options).build(module_id)
+    module_id = from_openai_name(name, options.registry)
+    is_listed = module_id in options.registry.list(prefix=module_id)
+    tool = _ToolCatalog(options).build(module_id) if is_listed else None
     if tool is None:
         raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
