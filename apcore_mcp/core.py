@@ -848,9 +848,12 @@ class _AnnotationMapper:
 
         `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
         """
-        values = {name: getattr(self.annotations, name) for name in _SUFFIX_FIELDS}
-        told = [f"{k}={str(v).lower()}" for k, v in values.items() if v != getattr(_DEFAULT_ANNOTATIONS, k)]
-        return f"\n\n[Annotations: {', '.join(told)}]" if told else ""
+        different = []
+        for name in _SUFFIX_FIELDS:
+            value = getattr(self.annotations, name)
+            if value != getattr(_DEFAULT_ANNOTATIONS, name):
+                different.append(f"{name}={str(value).lower()}")
+        return f"\n\n[Annotations: {', '.join(different)}]" if different else ""
 
 
 class _Tool:
@@ -969,7 +972,7 @@ def _core_schema(schema: JSONSchema) -> Any:
         "null": core_schema.none_schema(),
         "boolean": core_schema.bool_schema(strict=True),
         "string": core_schema.str_schema(strict=True),
-        "integer": core_schema.chain_schema([core_schema.int_schema(strict=True), number]),
+        "integer": core_schema.chain_schema([number, core_schema.int_schema()]),
         "number": number,
         "array": core_schema.tuple_schema(
             [*items, _core_schema(schema.get("items", {}))],
@@ -1012,18 +1015,18 @@ def _writer_of_bytes(kind: type) -> TypeAdapter[Any] | None:
     return adapter if b'"format":"binary"' in to_json(schema, fallback=str) else None
 
 
-def _written_out(value: Any, *, decimals: bool) -> Any:
+def _written_out(value: Any, decimal: type) -> Any:
     """Copy containers without what JSON would misstate in them.
 
-    That is models that hold bytes, which they would write as text, if that they are; and without `decimals`, those,
-    which would become text where apcore has taken them for numbers.
+    That is models that hold bytes, which they would write as text, if that they are; and a Decimal, which would always
+    become text, is made what `decimal` says: `str`, or `float` where apcore has taken it for a number.
     """
     if isinstance(value, dict):
-        return {key: _written_out(item, decimals=decimals) for key, item in value.items()}
+        return {key: _written_out(item, decimal) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written_out(item, decimals=decimals) for item in value]
-    if isinstance(value, Decimal) and not decimals:
-        return float(value)
+        return [_written_out(item, decimal) for item in value]
+    if isinstance(value, Decimal):
+        return decimal(value)
     writer = _writer_of_bytes(cast(Any, type(value)))
     return writer.dump_python(value, by_alias=True) if writer else value
 
@@ -1032,7 +1035,7 @@ def _not_json(reason: object) -> ModuleError:
     return ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(reason)}")
 
 
-def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, Any, list[JSONObject]]:
+def _as_json(tool: _Tool, output: Any, decimal: type = str) -> tuple[str, Any, list[JSONObject]]:
     """A module's output as JSON text, the same value in plain types, and its files as MCP content.
 
     Sensitive fields are redacted. Dates become ISO text, enums their values, bytes base64, anything unknown `str()`
@@ -1040,8 +1043,10 @@ def _as_json(tool: _Tool, output: Any, *, decimals: bool = True) -> tuple[str, A
     a file that is not base64.
     """
     try:
-        text = _to_text({} if output is None else _written_out(output, decimals=decimals))
-        value = _redact(from_json(text, allow_inf_nan=False), tool.marks)
+        text = _to_text({} if output is None else _written_out(output, decimal))
+        value = from_json(text, allow_inf_nan=False)
+        if tool.marks:
+            value = _redact(value, tool.marks)
         files = []
         for name, kind in tool.media.items():
             if value.get(name) != REDACTED_VALUE:
@@ -1059,7 +1064,8 @@ def _media_content(tool: _Tool, name: str, kind: str, data: str) -> JSONObject:
     """One file as MCP content; ValueError when `data` is no base64."""
     data = data.replace("-", "+").replace("_", "/")  # pydantic writes the alphabet of URLs, MCP reads the standard one
     base64.b64decode(data, validate=True)
-    if (family := kind.split("/")[0]) in ("image", "audio"):
+    family = kind.split("/")[0]
+    if family in ("image", "audio"):
         return {"type": family, "data": data, "mimeType": kind}
     resource = {"uri": f"media://{tool.module_id}/{quote(name)}", "mimeType": kind, "blob": data}
     return {"type": "resource", "resource": resource}
@@ -1072,8 +1078,8 @@ def _success(tool: _Tool, output: Any, formatter: Callable[[Any], str] | None = 
     the `label` of the call. SchemaValidationError for what the advertised schema refuses.
     """
     text, value, files = _as_json(tool, output)
-    if not tool.promise.isinstance_python(value) and not _is_valid(value, tool.output_schema):
-        text, value, files = _as_json(tool, output, decimals=False)
+    if not tool.promise.isinstance_python(value):
+        text, value, files = _as_json(tool, output, float)
         # apcore holds most outputs against the schema, but not None, the whole of a stream, what its middleware or
         # a model's own validators make of them, nor as JSON. A client would refuse the result.
         errors: list[JSONObject] = []
