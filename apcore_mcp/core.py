@@ -114,7 +114,7 @@ from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, StepResult
 from apcore.policy import ExecutionPolicy
 from apcore.registry import load_metadata, validate_module
-from apcore.schema.openai_strict import SUPPORTED_FORMATS, UNSUPPORTED_KEYWORDS, detect_openai_strict_incompatibilities
+from apcore.schema.openai_strict import detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.pattern import match_glob
 from apcore.utils.redaction import REDACTED_VALUE
@@ -1834,8 +1834,7 @@ class _ToolCatalog:
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
 # What constrains a value, and the one description that a model is to read.
 _STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
-# What OpenAI refuses, but a model can be told in words; the module's own validation still holds it to them.
-_STRICT_TELLS = frozenset(UNSUPPORTED_KEYWORDS) - (_WITH_SCHEMAS - _NOT_FOLLOWED)
+_STRICT_INSIDE = _WITH_SCHEMAS - _NOT_FOLLOWED
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal does
 
 
@@ -1862,7 +1861,7 @@ class _OpenAIConverter:
 
     def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
         found = detect_openai_strict_incompatibilities(strict)
-        for node in _views(tool.input_schema, under=_WITH_SCHEMAS - _NOT_FOLLOWED):
+        for node in _views(tool.input_schema, under=_STRICT_INSIDE):
             if node.get("additionalProperties", False) is not False:
                 found.append("additionalProperties: true")
             if node.keys().isdisjoint(["type", "enum", "const", "anyOf", "oneOf"]):
@@ -1873,12 +1872,10 @@ class _OpenAIConverter:
 
 
 def _is_told(keyword: str, value: Any) -> bool:
-    """Whether OpenAI refuses a keyword, at least with this value, that a model can be told of."""
-    if keyword == "format":
-        return value not in SUPPORTED_FORMATS
+    """Whether OpenAI refuses what a model can be told in words; the module's own validation still holds it to that."""
     if keyword == "pattern":
         return _LOOKS_AROUND.search(value) is not None
-    return keyword in _STRICT_TELLS
+    return keyword not in _STRICT_INSIDE and detect_openai_strict_incompatibilities({keyword: value}) != []
 
 
 def _to_strict(schema: JSONSchema) -> JSONSchema:
@@ -1931,18 +1928,13 @@ _TELLING = {
 _MeantValidator: Any = create({}, {**_TELLING, "oneOf": _TELLING["anyOf"], "properties": _written_properties})
 
 
-def _count_names(branch: JSONSchema) -> float:
-    """In strict mode a model writes all properties, so that of several branches the one with the fewest was meant."""
-    return len(branch["properties"]) if "properties" in branch else math.inf
-
-
 def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
     """`schemas` and all in them that apply to a value which a model wrote: of a union the branch that it meant."""
     for schema in schemas:
         yield schema
         yield from _meant(value, *schema.get("allOf", ()))
         for keyword in ("anyOf", "oneOf"):
-            for branch in sorted(schema.get(keyword, ()), key=_count_names):
+            for branch in schema.get(keyword, ()):
                 if _MeantValidator(branch).is_valid(value):
                     yield from _meant(value, branch)
                     break
