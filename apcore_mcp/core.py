@@ -1141,24 +1141,23 @@ _Steps = tuple[Any, ...]
 _Fault = tuple[_Steps, str, str]
 
 
-def _faults(tool: _Tool, arguments: JSONObject) -> list[list[_Fault]]:
+def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[list[_Fault]]:
     """What apcore finds wrong with arguments: for each of its errors all that it leaves out.
 
     A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
     busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema.
     """
     if not hasattr(tool.model, "model_validate_json"):
-        errors = itertools.islice(Draft202012Validator(tool.input_schema).iter_errors(arguments), _ERRORS_SEEN)
-        return [[*_faults_of(error)] for error in errors]
-    faults: list[list[_Fault]] = []
+        for error in Draft202012Validator(tool.input_schema).iter_errors(arguments):
+            yield [*_faults_of(error)]
+        return
     for name in _unknown(tool, arguments):
-        faults.append([((name,), "extra_forbidden", "Extra inputs are not permitted")])
+        yield [((name,), "extra_forbidden", "Extra inputs are not permitted")]
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as refusal:
-        for error in refusal.errors()[:_ERRORS_SEEN]:
-            faults.append([(error["loc"], error["type"], error["msg"])])
-    return faults
+        for error in refusal.errors():
+            yield [(error["loc"], error["type"], error["msg"])]
 
 
 def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
@@ -1193,19 +1192,17 @@ def _meant_faults(faults: Iterable[_Fault], value: Any, path: _Steps = ()) -> li
             kept.append(((*path, *steps), code, message))
         else:
             inside.setdefault(steps[0], []).append((steps[1:], code, message))
-    branches: list[list[_Fault]] = []
+    branches: dict[int, list[_Fault]] = {}  # by how much speaks against them
     for step, part in inside.items():
         try:
             item = value[step]
         except (LookupError, TypeError):  # it does not lead into the value
-            branches.append(_meant_faults(part, value, path))
+            branch = _meant_faults(part, value, path)
+            branches.setdefault(sum(_misfit(fault, path) for fault in branch), []).extend(branch)
         else:
             kept += _meant_faults(part, item, (*path, step))
-    misfits = [sum(_misfit(fault, path) for fault in branch) for branch in branches]
-    least = min(misfits, default=0)
-    for branch, misfit in zip(branches, misfits, strict=True):
-        if misfit == least:
-            kept += branch
+    if branches:
+        kept += branches[min(branches)]
     return [*dict.fromkeys(kept)]
 
 
@@ -1232,17 +1229,19 @@ def _field(schema: JSONSchema, path: _Steps) -> str:
     return ".".join(names)
 
 
-def _errors_of(tool: _Tool, arguments: JSONObject, faults: list[list[_Fault]]) -> list[dict[str, str]]:
-    """Faults in the form that errors are told in."""
+def _errors_of(tool: _Tool, arguments: JSONObject) -> tuple[list[dict[str, str]], int]:
+    """What is wrong with arguments in the form that it is told in, and how many errors apcore makes of that."""
+    faults = [*itertools.islice(_faults(tool, arguments), _ERRORS_SEEN)]
     errors: list[dict[str, str]] = []
     for path, code, message in _meant_faults(itertools.chain(*faults), arguments)[:_ERRORS_MAX]:
         errors.append({"field": _field(tool.input_schema, path), "code": code, "message": message})
-    return errors
+    return errors, len(faults)
 
 
 def _check_input(tool: _Tool, arguments: JSONObject) -> None:
     """Raise apcore's SchemaValidationError for arguments that the module refuses."""
-    if errors := _errors_of(tool, arguments, _faults(tool, arguments)):
+    errors, _ = _errors_of(tool, arguments)
+    if errors:
         raise SchemaValidationError(f"Input validation failed: {errors}", errors)
 
 
@@ -1335,9 +1334,9 @@ class _ErrorMapper:
             return _ANY_OTHER.format(code=error.code)
         told = error.details.get("errors") or []
         if step == "input_validation":
-            faults = _faults(self.tool, self.arguments)
-            if len(faults) == len(told[:_ERRORS_SEEN]):  # or middleware has changed the arguments
-                told = _errors_of(self.tool, self.arguments, faults)
+            found, count = _errors_of(self.tool, self.arguments)
+            if count == len(told[:_ERRORS_SEEN]):  # or middleware has changed the arguments
+                told = found
         errors = [_told_error(each) for each in told[:_ERRORS_MAX]]
         title = "Output validation failed" if of_output else "Input validation failed"
         if not errors:
