@@ -1444,7 +1444,6 @@ def _document(tool: _Tool) -> str:
     module_id, known = tool.module_id, tool.about.annotations
     further = re.sub(r"(?m)^(?=#{1,3} )", "###", _further(tool))  # its headings, below ours
     purpose = f"{tool.about.description}\n\n{further}".strip()
-    names = dict.fromkeys(f"`{name}`" for name in (tool.name, module_id, _portable_name(module_id)))
     returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
     for name, kind in tool.media.items():
         returns += f"\n\n`{name}` comes as content of type `{kind}`."
@@ -1473,7 +1472,7 @@ def _document(tool: _Tool) -> str:
 
 ### 2. Invocation Name
 
-{", or ".join(names)}; version {tool.descriptor.version}
+`{tool.name}`, in portable form `{_portable_name(tool.name)}`; module `{module_id}`, version {tool.descriptor.version}
 
 ### 3. Input Schema (Parameters)
 
@@ -1989,9 +1988,10 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
     """
     if not _SHORTENED.fullmatch(name):
         return name.replace("-", ".")
-    for module_id in registry.list() if registry is not None else ():
-        if _portable_name(module_id) == name:
-            return module_id
+    if registry is not None:
+        for module_id in registry.list():
+            if _portable_name(module_id) == name:
+                return module_id
     raise _NotOffered(f"Function name {name!r} was shortened, and no registry is given that has its module")
 
 
