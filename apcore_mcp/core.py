@@ -490,6 +490,14 @@ def _is_json(value: Any) -> bool:
     return True
 
 
+def _properties(schema: JSONSchema) -> Any:
+    return schema.get("properties", {})
+
+
+def _required(schema: JSONSchema) -> Any:
+    return schema.get("required", [])
+
+
 def _types(schema: JSONSchema) -> list[str]:
     types = schema.get("type", [])
     return [types] if isinstance(types, str) else types
@@ -608,7 +616,7 @@ def _either(schemas: list[JSONSchema]) -> JSONSchema:
     if not all("properties" in schema for schema in distinct):
         return {"anyOf": distinct}
     properties = _each_of_either([schema["properties"] for schema in distinct])
-    required = set.intersection(*({*schema.get("required", ())} for schema in distinct))
+    required = set.intersection(*({*_required(schema)} for schema in distinct))
     return {**distinct[0], "properties": properties, "required": sorted(required)}
 
 
@@ -728,7 +736,7 @@ def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema
         if isinstance(step, int):
             yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
         else:
-            if step in view.get("properties", ()):
+            if step in _properties(view):
                 yield view["properties"][step]
                 yield from (inner for name, inner in view.get("patternProperties", {}).items() if re.search(name, step))
             else:  # some patterns would keep Python's `re` busy with a name for hours: any of them may fit
@@ -830,17 +838,16 @@ class _AnnotationMapper:
         paragraphs += [f"{title}: {text}" for title, text in advice.items() if text]
         notice = metadata.get("x-deprecation")
         if notice:
-            facts = ", ".join(f"{word} {notice[key]}" for key, word in _DEPRECATED.items() if notice.get(key))
-            sentence = f"Deprecated {facts}".strip()
-            paragraphs.append(f"{sentence}. {notice.get('migration_guide') or ''}")
+            facts = [f" {word} {notice[key]}" for key, word in _DEPRECATED.items() if notice.get(key)]
+            paragraphs.append(f"Deprecated{','.join(facts)}. {notice.get('migration_guide') or ''}")
         self.description = "\n\n".join(paragraphs).strip()
 
     def to_mcp(self) -> JSONObject:
         """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
         # To apcore anything is true or false, to clients only those two are.
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
-        meta: JSONObject = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
-        meta |= {"apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
+        flags = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
+        meta = {**flags, "apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
@@ -918,7 +925,7 @@ def _media(schema: JSONSchema) -> dict[str, str]:
     """The properties that are files, with their media types: strings of base64 that have one."""
     found: dict[str, str] = {}
     for view in _views(schema):
-        for name, field in view.get("properties", {}).items():
+        for name, field in _properties(view).items():
             for said in _views(field):
                 if said.get("contentEncoding") == "base64" and "contentMediaType" in said:
                     found.setdefault(name, said["contentMediaType"])
@@ -962,8 +969,8 @@ def _core_schema(schema: JSONSchema) -> Any:
         strict=True, ge=said("minimum"), le=said("maximum"), gt=said("exclusiveMinimum"), lt=said("exclusiveMaximum")
     )
     items = [_core_schema(item) for item in schema.get("prefixItems", ())]
-    required = schema.get("required", ())
-    properties: JSONSchema = schema.get("properties", {})
+    required = _required(schema)
+    properties = _properties(schema)
     fields: JSONObject = {}
     for name in {*required, *properties}:
         field = _core_schema(properties.get(name, {}))
@@ -1223,7 +1230,7 @@ def _field(schema: JSONSchema, path: _Steps) -> str:
     for step in path:
         views = [*_views(*views)]
         is_secret = is_secret or any(map(_is_blanked, views))
-        is_known = isinstance(step, int) or any(step in view.get("properties", ()) for view in views)
+        is_known = isinstance(step, int) or any(step in _properties(view) for view in views)
         names.append(str(step) if is_known or not is_secret else "*")
         views = [*_inside(views, step)]
     return ".".join(names)
@@ -1386,8 +1393,8 @@ def _candidates(schema: JSONSchema) -> Iterator[Any]:
         yield schema.get(keyword)
     for branch in _branches(schema, _BESIDE):
         yield _sample(branch)
-    fields = schema.get("properties", {})
-    needed = {name: _sample(fields.get(name, {})) for name in schema.get("required", ())}
+    fields = _properties(schema)
+    needed = {name: _sample(fields.get(name, {})) for name in _required(schema)}
     if None not in needed.values():
         yield needed
     text = _TEXTS.get(schema.get("format", ""), "text").ljust(min(schema.get("minLength", 0), 1_000), "x")
@@ -1420,9 +1427,9 @@ def _fenced(value: Any) -> str:
 def _fields(schema: JSONSchema) -> str:
     """A schema as a table of the properties that it names, and as JSON."""
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
-    for name, field in schema.get("properties", {}).items():
+    for name, field in _properties(schema).items():
         kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
-        needed = "Yes" if name in schema.get("required", ()) else "No"
+        needed = "Yes" if name in _required(schema) else "No"
         example = _sample(field)
         sample = "" if example is None else f"`{_to_text(example)}`"
         cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
@@ -1896,11 +1903,11 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     if told:
         strict["description"] = f"{schema.get('description', '')} ({', '.join(told)})".lstrip()
     if "properties" in schema or "object" in _types(schema):
-        properties = strict.get("properties", {})
-        for name, field in schema.get("properties", {}).items():
+        properties = _properties(strict)
+        for name, field in _properties(schema).items():
             # Without the tag of a union nothing tells which branch was meant.
             is_tag = "const" in field and field["const"] == field.get("default")
-            if name not in schema.get("required", ()) and not is_tag:
+            if name not in _required(schema) and not is_tag:
                 properties[name] = _nullable(properties[name])
         strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
     return strict
@@ -1913,7 +1920,7 @@ def _written_properties(validator: Any, _properties: Any, value: Any, schema: An
             inside = [*_inside([schema], name)]
             if not inside:
                 yield InvalidAnswer(f"{name!r} is unknown")
-            if item is not None or name in schema.get("required", ()):  # null may stand for what is absent
+            if item is not None or name in _required(schema):  # null may stand for what is absent
                 for inner in inside:
                     yield from validator.descend(item, inner)
 
