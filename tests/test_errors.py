@@ -753,6 +753,7 @@ MEANT: list[Any] = [
     pytest.param({"stops": [HOME, {"zip": "1"}, {}]}, ["stops.1.street", "stops.2.street", "stops.2.zip"], id="list"),
     pytest.param({"pet": {"kind": "cat"}}, ["pet.lives"], id="by-its-tag"),
     pytest.param({"beast": {"kind": "wolf"}}, ["beast.name"], id="by-one-of-its-tags"),
+    pytest.param({"beast": {"kind": "cat", "name": "Tom"}}, ["beast.lives"], id="by-its-tag-beside-one-of-several"),
     pytest.param({"pet": {"kind": "cat", "lives": "9"}}, ["pet.lives"], id="tag-and-wrong-value"),
     pytest.param({"pet": {"kind": "cat", "color": "blue"}}, ["pet.color", "pet.lives"], id="tag-and-wrong-choice"),
     pytest.param({"pet": 5}, ["pet"], id="of-no-kind"),

@@ -521,6 +521,10 @@ CALLED = {
             {"type": "object", "properties": {"x": INTEGER}},
             {"type": "object", "properties": {"y": INTEGER, "z": STRING}},
         ]},
+        # Both inner objects fit the same value.
+        "nested": {"anyOf": [NULL, {"type": "object", "properties": {
+            "in": {"oneOf": [{"properties": {"x": INTEGER}}, {"properties": {"x": STRING}}]}, "of": INTEGER,
+        }}]},
     },
     "required": ["need"],
 }  # fmt: skip
@@ -547,6 +551,7 @@ CALLED = {
         pytest.param({"map": {"k": {"a": "", "b": None}, "x_k": None}}, {"map": {"k": {"a": ""}}}, id="in-a-map"),
         pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
         pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
+        pytest.param({"nested": {"in": {"x": None}, "of": None}}, {"nested": {"in": {}}}, id="in-one-of-two-that-fit"),
         pytest.param("", {}, id="empty-text"),
         pytest.param("{}", {}, id="empty-object"),
         pytest.param({}, {}, id="empty-dict"),
