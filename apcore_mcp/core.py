@@ -3461,18 +3461,19 @@ def _announce(bridge: _Bridge, where: str) -> None:
 
 
 class _Life:
-    """One life of a server on an event loop: it begins with `run()`, and ends when told to or when its clients have.
+    """One life of a server: it begins with `run()`, and ends when told to or when its clients have.
 
-    `started` is done once clients are accepted, with the app when a host serves it (`mounted`); what keeps it from that
-    is the outcome, and what ends it later is raised. Then, and from `stop()` on, it is `ending`.
+    Its event loop is its own, or the running one where a host serves its app (`mounted`). `started` is done once
+    clients are accepted, with that app; what keeps it from that is the outcome, and what ends it later is raised. Then,
+    and from `stop()` on, it is `ending`.
     """
 
-    def __init__(self, options: _Options, loop: asyncio.AbstractEventLoop, *, mounted: bool = False) -> None:
+    def __init__(self, options: _Options, *, mounted: bool = False) -> None:
         _set_log_level(options)
         self._options = options
-        self._loop = loop
         self._mounted = mounted
-        self._ended = loop.create_future()
+        self._loop = asyncio.get_running_loop() if mounted else asyncio.new_event_loop()
+        self._ended = self._loop.create_future()
         self.started = Future[Any]()
         self.ending = False
 
@@ -3521,7 +3522,7 @@ class _Life:
             self.started.set_exception(error)
 
     def block(self) -> None:
-        """Run on a loop that is this life's own, and close it."""
+        """Run on the loop that is its own, and close it."""
         loop = self._loop
         loop.set_default_executor(_ModuleThreads())
         loop.set_exception_handler(_log_quietly)
@@ -3578,7 +3579,7 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
         options.transport = "streamable-http"
     from anyio import move_on_after
 
-    life = _Life(options, asyncio.get_running_loop(), mounted=True)
+    life = _Life(options, mounted=True)
     running = asyncio.create_task(life.run())  # what it opens may be closed by no other task; a host may use two for us
     try:
         yield await asyncio.shield(asyncio.wrap_future(life.started))
@@ -3616,7 +3617,7 @@ class MCPServer:
         with self._lock:
             if self._life is None or self._life.ending:
                 self.wait()
-                life = _Life(self._options, asyncio.new_event_loop())
+                life = _Life(self._options)
                 self._life = life
                 self._thread = threading.Thread(target=life.block, name="apcore-mcp", daemon=True)
                 self._thread.start()
@@ -3655,7 +3656,7 @@ def serve(options: _Options) -> None:
     # The public get_running_loop() says "none" by an exception.
     if asyncio.events._get_running_loop() is not None:  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    life = _Life(options, asyncio.new_event_loop())
+    life = _Life(options)
     process = os.getpid()
     former: dict[int, Any] = {}
 
