@@ -948,7 +948,7 @@ def _promise(schema: JSONSchema) -> JSONSchema:
     unsaid = _CONSTRAINTS - _PROMISED
     if "prefixItems" in schema:
         unsaid.add("items")
-    if "patternProperties" in schema or isinstance(schema.get("additionalProperties"), bool):
+    if "patternProperties" in schema or schema.get("additionalProperties") is False:
         unsaid.add("additionalProperties")
     # Of several variants more than one may hold where less is said of each.
     said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
@@ -957,12 +957,12 @@ def _promise(schema: JSONSchema) -> JSONSchema:
     return _nullable(promise) if schema.get("default", promise) is None else promise
 
 
-def _core_schema(schema: JSONSchema) -> Any:
+def _core_schema(schema: Any) -> Any:
     """What pydantic-core holds plain JSON against: it takes nothing that `schema` refuses, and most of the rest.
 
     `schema` says no more than what is promised of results.
     """
-    if not schema.keys() & _PROMISED:
+    if schema is True or not schema.keys() & _PROMISED:
         return core_schema.any_schema()
     said = schema.get
     number = core_schema.float_schema(
