@@ -2732,7 +2732,6 @@ class _Bridge:
         self.server: Any = Server(options.name, version=version, instructions=options.instructions, **handlers)
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
-        self._fresh = {**_FRESH, "_meta": {"io.modelcontextprotocol/serverInfo": self.server.server_info_stamp}}
         security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
         self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
 
@@ -2776,25 +2775,29 @@ class _Bridge:
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
         if ctx.method.endswith("/list") and (ctx.params or {}).get("cursor") is not None:
             raise _protocol_error(-32602, "Invalid cursor: every list has one page")
-        well_formed = connection.client_capabilities or not _is_modern(ctx.protocol_version)
-        if ctx.method == "tools/list" and connection.initialize_accepted and well_formed:
-            return await self._list_tools(ctx)  # past the SDK's validation, which goes through every tool each time
         is_new = not connection.initialize_accepted  # or it says hello again
-        result = await call_next(ctx)
-        if ctx.method == "initialize" and isinstance(result, dict):
+        result: Any = await call_next(ctx)
+        if ctx.method == "tools/list":  # only now, past the SDK's validation, which would go through every tool
+            result["tools"] = self._listing(ctx.session)
+        elif ctx.method == "initialize":
             follows = connection.has_standalone_channel
             if follows and is_new:
                 connection.exit_stack.callback(asyncio.create_task(self._tell(ctx.session)).cancel)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
             result["capabilities"]["tools"] = {"listChanged": follows}
             result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": False}
-        return result
+        return cast("HandlerResult", result)
 
-    async def _list_tools(self, ctx: RequestContext, params: object = None) -> JSONObject:
-        client, names = ctx.session.client_params, self.options.tool_names
-        dotless = client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name) is not None
-        tools = self.catalog.listing(portable=names == "portable" or (names == "auto" and dotless))
-        return {"tools": tools, **(self._fresh if _is_modern(ctx.protocol_version) else {})}
+    def _listing(self, session: ServerSession) -> list[JSONObject]:
+        """The tools under the names that a client takes."""
+        client = session.client_params
+        names = self.options.tool_names
+        if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
+            names = "portable"
+        return self.catalog.listing(portable=names == "portable")
+
+    async def _list_tools(self, ctx: RequestContext, params: object) -> JSONObject:
+        return {"tools": [], **_FRESH}
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> JSONObject:
         return {"resources": [tool.resource for tool in self._documented().values()], **_FRESH}
