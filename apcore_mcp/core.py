@@ -2205,10 +2205,10 @@ class _Call:
         self.session = ctx.session
         self.meta = ctx.meta or {}
         self._request_id = ctx.request_id
-        self.parks = _is_modern(ctx.protocol_version)
-        declared = ctx.session.client_capabilities and ctx.session.client_capabilities.elicitation
         # A server without sessions may be one of many, and the answer reach another than asked.
-        way_back = not self.options.stateless if self.parks else ctx.session.can_send_request
+        self.parks = _is_modern(ctx.protocol_version) and not self.options.stateless
+        way_back = self.parks or ctx.session.can_send_request
+        declared = ctx.session.client_capabilities and ctx.session.client_capabilities.elicitation
         self.can_ask = way_back and bool(declared and (declared.form or not declared.url))
 
     def cancel(self) -> None:
@@ -2220,16 +2220,15 @@ class _Call:
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
-        if asyncio.get_running_loop() is not self._loop:
-            if self._unsent is None or self._unsent.done():
-                self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
-                # Not for ever: the loop stands still while an async module waits for `executor.call()`.
-                await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
-        elif (
-            self.session is not None and self.state == "runs" and self.told < number <= sys.float_info.max
-        ):  # more ends the SDK's client
-            self.told = number
-            await self.session.report_progress(number, whole, message if message is None else _text_of(message))
+        if asyncio.get_running_loop() is self._loop:
+            rises = self.told < number <= sys.float_info.max  # more ends the SDK's client
+            if self.session is not None and self.state == "runs" and rises:
+                self.told = number
+                await self.session.report_progress(number, whole, message if message is None else _text_of(message))
+        elif self._unsent is None or self._unsent.done():
+            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
+            # Not for ever: the loop stands still while an async module waits for `executor.call()`.
+            await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
 
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
@@ -2439,23 +2438,12 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
     a person takes to decide does not count against the call.
     """
 
+    __slots__ = ("_gate",)
+
     def __init__(self, gate: BuiltinApprovalGate) -> None:
-        vars(self).update(vars(gate))
         self._gate = gate
-
-    @property
-    def handler(self) -> Any:
-        return self._gate.handler
-
-    @property
-    def policy(self) -> ExecutionPolicy | None:
-        return self._gate.policy
-
-    def set_handler(self, handler: Any) -> None:
-        self._gate.set_handler(handler)
-
-    def set_policy(self, policy: ExecutionPolicy | None) -> None:
-        self._gate.set_policy(policy)
+        itself: Any = self
+        itself.__dict__ = vars(gate)  # one state, so that what is set on either holds for both
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         call = _call_of(ctx.context)
@@ -2463,7 +2451,7 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
             return await self._gate.execute(ctx)
         call.involved[ctx.module_id] = ctx.module
         gate = self._gate
-        if gate.handler is None:
+        if self.handler is None:
             gate = copy.copy(gate)  # other servers, and other calls at the same time, have the same one
             gate.set_handler(self._approver(call.options.approval))
         started = time.time()
@@ -2519,7 +2507,7 @@ class _ExecutionRouter:
         self._options = options
         self.place: Any = nullcontext  # what a call runs in: it may have to wait for it
         self._stopped = False
-        self.parked: dict[str, tuple[_Call, asyncio.Future[Any] | None]] = {}
+        self.parked: dict[str, tuple[_Call, asyncio.Future[Any]]] = {}
         self.running: set[_Call] = set()
         strategy = self._executor.current_strategy
         for step in strategy.steps:
@@ -2545,8 +2533,7 @@ class _ExecutionRouter:
                 logger.exception("Tool call error: %.200s - its caller cannot be read", params.name)
                 return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
             if params.request_state is not None:
-                call = self._resume(ctx, caller, params.request_state, params.input_responses or {})
-                return await self._reply(call)
+                return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
             tool = self._catalog.find(params.name)
             if tool is None:
                 name = params.name[:200]
@@ -2558,7 +2545,9 @@ class _ExecutionRouter:
             call.attach(ctx)
             return await self.run(call, self._options.output_formatter)
 
-    def _resume(self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]) -> _Call:
+    async def _resume(
+        self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
+    ) -> JSONObject:
         call, answer = self.parked.get(state) or (None, None)
         if call is None or call.caller != caller:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
@@ -2572,7 +2561,7 @@ class _ExecutionRouter:
         else:
             call.answer.set_result(responses.get(key))
             call.move("runs")
-        return call
+        return await self._reply(call)
 
     async def run(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> JSONObject:
         """Begin a call; its result, its text as `formatter` writes it, or the question that it asks before."""
@@ -2632,7 +2621,7 @@ class _ExecutionRouter:
             mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
             result = mapper.to_result(error)
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
-            if unasked and call.parks and not self._options.stateless:
+            if unasked and call.parks:
                 required: JSONObject = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
             return result
