@@ -148,8 +148,7 @@ from typing_extensions import TypedDict
 from . import __version__
 
 if TYPE_CHECKING:
-    from mcp.server.connection import Connection
-    from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+    from mcp.server.context import CallNext, ServerRequestContext
     from mcp.server.session import ServerSession
     from mcp.shared.message import SessionMessage
     from mcp_types import CallToolRequestParams, JSONRPCMessage, ReadResourceRequestParams
@@ -2091,22 +2090,21 @@ _CALL_KEY = "_mcp_call"
 
 
 def _question(message: str, schema: JSONSchema | None, key: str | None) -> tuple[str, JSONObject]:
-    """A question under its key, as `inputRequests` holds it; ValueError when MCP's forms cannot ask it."""
+    """A question's key, and the parameters to ask it; ValueError when MCP's forms cannot."""
     from mcp.server.elicitation import render_elicitation_schema
 
     form = {"mode": "form", "message": message, "requestedSchema": schema or {"type": "object", "properties": {}}}
-    [(name, request)] = _plain({key or "input": {"method": "elicitation/create", "params": form}}).items()
+    [(name, asked)] = _plain({key or "input": form}).items()
     try:
-        asked = _SchemaConverter().inline(request["params"].pop("requestedSchema"))
+        fields = _SchemaConverter().inline(asked["requestedSchema"])
         # The SDK's check of the fields wants a pydantic model.
-        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: asked)))
+        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: fields)))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"A question's schema cannot be asked: {error}") from None
-    is_flat = asked.get("type") == "object" and asked.keys() & _WITH_SCHEMAS == {"properties"}
+    is_flat = fields.get("type") == "object" and fields.keys() & _WITH_SCHEMAS == {"properties"}
     if not is_flat or not isinstance(message, str):
         raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
-    request["params"]["requestedSchema"] = asked
-    return name, request
+    return name, {**asked, "requestedSchema": fields}
 
 
 def _caller(scope: Mapping[str, Any]) -> Identity | None:
@@ -2237,7 +2235,7 @@ class _Call:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         question = _question(message, requested_schema, key)
-        schema = question[1]["params"]["requestedSchema"]
+        schema = question[1]["requestedSchema"]
         async with self._asking:
             if self.session is None or not self.can_ask or self.state in ("cancelled", "ended"):
                 return None
@@ -2528,7 +2526,7 @@ class _ExecutionRouter:
             if self._stopped:
                 raise _protocol_error(-32000, "Server is shutting down")
             try:
-                caller = _caller(ctx.request.scope) if ctx.request is not None else None
+                caller = _caller(getattr(ctx.request, "scope", {}))
             except Exception:  # a user of a class of its own
                 logger.exception("Tool call error: %.200s - its caller cannot be read", params.name)
                 return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
@@ -2571,7 +2569,7 @@ class _ExecutionRouter:
     async def _reply(self, call: _Call) -> JSONObject:
         """The call's result, or the question that it asks before; who waits for it no more has cancelled the call."""
         try:
-            while call.state not in ("asks", "ended"):
+            while not call.turn.is_set():
                 await call.turn.wait()
         except asyncio.CancelledError:
             call.cancel()
@@ -2587,7 +2585,9 @@ class _ExecutionRouter:
         state = secrets.token_urlsafe(32)
         self.parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._expire, state)
-        return {"resultType": "input_required", "requestState": state, "inputRequests": dict([call.question])}
+        key, form = call.question
+        asked = {key: {"method": "elicitation/create", "params": form}}
+        return {"resultType": "input_required", "requestState": state, "inputRequests": asked}
 
     def _expire(self, state: str) -> None:
         call, _ = self.parked.pop(state, (None, None))
@@ -2617,8 +2617,7 @@ class _ExecutionRouter:
                 call.token.cancel()
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
             self._count_refusal(error, context, tool)
-            involved = call.involved.values()
-            mapper = _ErrorMapper(call.label, tool, call.arguments, involved, self._options.registry)
+            mapper = _ErrorMapper(call.label, tool, call.arguments, call.involved.values(), self._options.registry)
             result = mapper.to_result(error)
             unasked = isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY
             if unasked and call.parks:
@@ -2666,11 +2665,6 @@ _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on stdio as the
 # What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
-
-
-def _connection_of(session: ServerSession) -> Connection:
-    """What outlives the session of each of its requests; the SDK gives no other handle on it."""
-    return session._connection  # pyright: ignore[reportPrivateUsage]
 
 
 class _Activity(asyncio.Queue[None]):
@@ -2750,7 +2744,7 @@ class _Bridge:
             for each in self.endless:
                 each.cancel()
 
-    async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> HandlerResult:
+    async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> Any:
         """Server middleware: what must come before or after the SDK's own handling of a request."""
         if ctx.request_id is None:
             return await call_next(ctx)
@@ -2758,7 +2752,8 @@ class _Bridge:
             raise _protocol_error(-32000, "Server is shutting down")
         self.activity.begin()  # until the request's own task ends, when the answer has been handed over
         cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.task_done())
-        connection = _connection_of(ctx.session)
+        # What outlives the session of each of its requests; the SDK gives no other handle on it.
+        connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
         version = (ctx.meta or {}).get("io.modelcontextprotocol/protocolVersion")
         if version not in (None, ctx.protocol_version) and ctx.method != "initialize":
             raise _protocol_error(-32020, "The header names another protocol version than the request's _meta")
@@ -2775,7 +2770,7 @@ class _Bridge:
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
             result["capabilities"]["tools"] = {"listChanged": follows}
             result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": False}
-        return cast("HandlerResult", result)
+        return result
 
     def _listing(self, session: ServerSession) -> list[JSONObject]:
         """The tools under the names that a client takes."""
@@ -2992,7 +2987,9 @@ class _Guard:
         # A page's own GET carries no Origin.
         by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not self._is_accepted(host, self._allowed_pages if by_page else self._allowed):
+        named = _HOST.fullmatch(host)
+        patterns = self._allowed_pages if by_page else self._allowed
+        if named is None or not (named[2] or any(fnmatchcase(host, pattern) for pattern in patterns)):
             status, fault = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
         elif not origins <= {f"http://{host}", f"https://{host}"}:
             status, fault = 403, "Invalid Origin header: a web page must come from the host that it names"
@@ -3006,13 +3003,6 @@ class _Guard:
             return None
         logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
         return PlainTextResponse(fault, status)
-
-    def _is_accepted(self, host: str, allowed: list[str]) -> bool:
-        """Whether a request may name `host`, a Host header in lower case."""
-        named = _HOST.fullmatch(host)
-        if named is None:
-            return False
-        return bool(named[2]) or any(fnmatchcase(host, pattern) for pattern in allowed)
 
 
 def _own_sessions(app: ASGIApp) -> ASGIApp:
@@ -3112,9 +3102,11 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    http = uvicorn.Server(uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False))
+    http: Any = uvicorn.Server(
+        uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
+    )
     # Or it would take over the signals and raise them again at the end.
-    cast(Any, http).capture_signals = nullcontext
+    http.capture_signals = nullcontext
     serving = asyncio.create_task(http.serve([listener]))
     try:
         yield serving
