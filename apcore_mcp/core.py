@@ -3102,9 +3102,8 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    http: Any = uvicorn.Server(
-        uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
-    )
+    config = uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
+    http: Any = uvicorn.Server(config)
     # Or it would take over the signals and raise them again at the end.
     http.capture_signals = nullcontext
     serving = asyncio.create_task(http.serve([listener]))
