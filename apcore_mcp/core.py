@@ -58,7 +58,7 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import (
     AsyncExitStack,
     ExitStack,
@@ -1542,7 +1542,7 @@ class _Files:
         self._registry = cast(Any, weakref.proxy(registry))
         self._lock = threading.Lock()
         self._made: dict[str, tuple[str, Any]] = {}  # by id, the file and the module
-        self._refused: set[str] = set()  # files of which the registry would not take everything
+        self._refused = set[str]()  # files of which the registry would not take everything
         # Size and time of each file. What the registry's own `discover()` has loaded stays until its file changes.
         self._seen = self._look() if registry.list() else {}
         for path in itertools.filterfalse(os.path.islink, self._seen):
@@ -1674,7 +1674,7 @@ def _bindings(path: str) -> Iterator[_Registration]:
         yield module.module_id, module
 
 
-_FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
+_FILES = weakref.WeakKeyDictionary[Registry, _Files]()
 
 
 def _files_of(registry: Registry) -> _Files:
@@ -3194,12 +3194,12 @@ def _as_pipes(wire: tuple[int, int], stack: ExitStack) -> tuple[Any, Any]:
 
     incoming, filled = socket.socketpair()
     outgoing, drained = socket.socketpair()
+    threads = _ModuleThreads()
     with filled, drained:  # open until these files are closed
-        reading = threading.Thread(target=copy, args=[source, filled.makefile("wb")], daemon=True)
-        writing = threading.Thread(target=copy, args=[drained.makefile("rb", 0), sink], daemon=True)
-    reading.start()
-    writing.start()
-    stack.callback(writing.join, 1)  # until everything is written
+        threads.submit(copy, source, filled.makefile("wb"))
+        writing = threads.submit(copy, drained.makefile("rb", 0), sink)
+    threads.shutdown()  # each ends with what it copies
+    stack.callback(wait, [writing], 1)  # until everything is written
     return incoming, outgoing
 
 
