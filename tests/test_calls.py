@@ -12,7 +12,6 @@ import logging
 import math
 import queue
 import re
-import signal
 import threading
 import tracemalloc
 from collections import Counter
@@ -280,30 +279,6 @@ async def test_a_cancellation_is_no_error_in_the_log(mode: str, caplog: pytest.L
         assert await asyncio.to_thread(ended.get, timeout=10) == "ended"
         await client.call_tool("echo")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-def test_no_call_begins_once_the_server_has_given_up_what_ran() -> None:
-    """More calls than may run at once: those that wait for a place are refused when the places become free."""
-    text = """
-@tool
-async def endless(inputs, context):
-    print("running", file=sys.stderr, flush=True)
-    await asyncio.Event().wait()
-
-serve(registry)
-"""
-    with RawClient(program(text)) as client:
-        for _ in range(260):
-            client.send("tools/call", call("t.endless"))
-        assert client.process.stderr is not None
-        for _ in range(250):
-            assert client.process.stderr.readline() == b"running\n"
-        client.process.send_signal(signal.SIGTERM)
-        stdout, stderr = client.process.communicate(timeout=30)
-    answers = [json.loads(line) for line in stdout.splitlines()]
-    assert b"running" not in stderr
-    assert len(answers) == 260
-    assert sum("error" in answer for answer in answers) == 10
 
 
 STEPS = [(1.0, 3.0, "step 1"), (2.0, 3.0, "step 2"), (3.0, 3.0, "step 3")]

@@ -512,16 +512,15 @@ def test_requests_of_a_client_that_reads_no_answers_are_not_read_either(program:
 
 
 @pytest.mark.timeout(30)
-def test_calls_that_are_cancelled_before_they_begin_leave_nothing_behind(program: list[str], mode: str) -> None:
+def test_calls_that_are_cancelled_before_they_begin_leave_nothing_behind(program: list[str]) -> None:
     """Each in one write with its cancellation."""
     sent = []
     for n in range(300):
-        sent += [spoken(mode, n, "tools/call", {"name": "t.wait", "arguments": {}})]
+        sent += [message("tools/call", {"name": "t.wait", "arguments": {}}, n)]
         sent += [{"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": n}}]
-    sent += [spoken(mode, "last", "tools/call", {"name": "t.echo", "arguments": {}})]
+    sent += [spoken(HANDSHAKE, "last", "tools/call", {"name": "t.echo", "arguments": {}})]
     with RawClient(program) as client:
-        if mode == HANDSHAKE:
-            client.initialize()
+        client.initialize()
         client.send_line(b"".join(map(line, sent)).strip())
         assert client.receive()["id"] == "last"
         began = time.monotonic()
@@ -531,6 +530,7 @@ def test_calls_that_are_cancelled_before_they_begin_leave_nothing_behind(program
 
 @pytest.mark.timeout(60)
 def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving(program: list[str]) -> None:
+    """More than may run at once: those that wait for a place at the end are refused when the places become free."""
     with RawClient(program) as client:
         calls = [call(n, "t.wait") for n in range(400)]
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
@@ -544,6 +544,8 @@ def test_hundreds_of_calls_that_never_end_keep_nobody_from_cancelling_or_leaving
         told = answered["result"]["structuredContent"]
         assert told["waiting"] == 0
         client.process.stdin.write(b"".join(map(line, calls)))  # type: ignore[union-attr]
-        _, stderr = client.process.communicate(timeout=50)
+        stdout, stderr = client.process.communicate(timeout=50)
         assert client.process.returncode == 0
+        refused = ["error" in answer for answer in messages(stdout)]
+        assert (len(refused), sum(refused)) == (400, 150)
         assert f"{told['began'] + 250} began" in stderr.decode(), "more ran at once, or others began after the end"
