@@ -1229,8 +1229,9 @@ def _field(schema: JSONSchema, path: _Steps) -> str:
     for step in path:
         views = [*_views(*views)]
         is_secret = is_secret or any(map(_is_blanked, views))
-        is_known = isinstance(step, int) or any(step in _properties(view) for view in views)
-        names.append(str(step) if is_known or not is_secret else "*")
+        if is_secret and isinstance(step, str) and not any(step in _properties(view) for view in views):
+            step = "*"
+        names.append(str(step))
         views = [*_inside(views, step)]
     return ".".join(names)
 
@@ -1307,7 +1308,8 @@ class _ErrorMapper:
             frames = traceback.extract_tb(error.__traceback__)
             text = f"(not shown: it may quote sensitive values), raised in {frames}"
         else:
-            text, trace = _text_of(error), error
+            text = _text_of(error)
+            trace = error
         logger.error("Tool call error: %s - %s: %.40000s", self.label, type(error).__name__, text, exc_info=trace)
 
     def _tell(self, error: ModuleError, code: str, step: str, withheld: bool, report: JSONObject) -> str:
@@ -1392,8 +1394,7 @@ def _candidates(schema: JSONSchema) -> Iterator[Any]:
         yield schema.get(keyword)
     for branch in _branches(schema, _BESIDE):
         yield _sample(branch)
-    fields = _properties(schema)
-    needed = {name: _sample(fields.get(name, {})) for name in _required(schema)}
+    needed = {name: _sample(_properties(schema).get(name, {})) for name in _required(schema)}
     if None not in needed.values():
         yield needed
     text = _TEXTS.get(schema.get("format", ""), "text").ljust(min(schema.get("minLength", 0), 1_000), "x")
@@ -1455,9 +1456,7 @@ def _document(tool: _Tool) -> str:
         returns += f"\n\n`{name}` comes as content of type `{kind}`."
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
     told = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
-    repeated = "Idempotent: to repeat it changes nothing."
-    if not (known.readonly or known.idempotent):
-        repeated = "Not idempotent: each counts."
+    repeatable = known.readonly or known.idempotent
     calls: list[str] = []
     for arguments in [each["inputs"] for each in _examples(tool)] or [_sample(tool.input_schema)]:
         if arguments is not None:
@@ -1494,7 +1493,7 @@ def _document(tool: _Tool) -> str:
 
 ### 6. Idempotency
 
-{repeated}
+{"Idempotent: to repeat it changes nothing." if repeatable else "Not idempotent: each counts."}
 
 ### 7. Usage Examples (for MCP context)
 
@@ -1910,7 +1909,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _written_properties(validator: Any, _properties: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
+def _written_properties(validator: Any, _said: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
     """What speaks against an object that a model wrote: a name it cannot have, and what its properties cannot be."""
     if isinstance(value, dict):
         for name, item in value.items():
