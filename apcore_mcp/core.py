@@ -405,7 +405,8 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
 )
 # What constrains a value, to apcore or to clients of another mind; any other keyword describes it.
 _CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable"}
-_OTHER_PROPERTIES = frozenset("additionalProperties unevaluatedProperties".split())
+# Of properties that no name tells.
+_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
 
 _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
@@ -522,7 +523,7 @@ class _SchemaConverter:
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
-        resolver = SchemaResources().with_resource("", DRAFT202012.create_resource(schema)).resolver()
+        resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         return self._visit(schema, resolver, {id(schema): "#"})
 
     def _visit(self, node: Any, resolver: Any, opened: dict[int, str]) -> JSONSchema:
@@ -538,12 +539,12 @@ class _SchemaConverter:
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
         kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES}
-        try:
-            _NODE.validate_python(kept, strict=True)
-        except ValidationError as refusal:
-            if not self._by_pydantic or [error["loc"] for error in refusal.errors()] != [("pattern",)]:
-                raise
-            del kept["pattern"]
+        if self._by_pydantic:
+            try:
+                re.compile(kept.get("pattern", ""))
+            except re.error:
+                del kept["pattern"]
+        _NODE.validate_python(kept, strict=True)
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
             target = self._target(result.pop("$ref"), resolver, opened)
@@ -553,7 +554,8 @@ class _SchemaConverter:
             else:
                 result = {**target, **result}
         if not _EXAMPLES.isdisjoint(result) and (_marks_sensitive(result) or not _is_json(result)):
-            return {key: value for key, value in result.items() if key not in _EXAMPLES}
+            for keyword in _EXAMPLES:
+                result.pop(keyword, None)
         return result
 
     def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
@@ -594,7 +596,7 @@ class _SentSchema(GenerateJsonSchema):
             return {}  # what a serializer gives that does not say it
         return super().ser_schema(schema)
 
-    def enum_schema(self, schema: core_schema.EnumSchema) -> JSONSchema:
+    def enum_schema(self, schema: Any) -> JSONSchema:
         return {"type": "integer"} if issubclass(schema["cls"], enum.Flag) else super().enum_schema(schema)
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
@@ -734,13 +736,13 @@ def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema
     for view in views:
         if isinstance(step, int):
             yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
-        else:
-            if step in _properties(view):
-                yield view["properties"][step]
-                yield from (inner for name, inner in view.get("patternProperties", {}).items() if re.search(name, step))
-            else:  # some patterns would keep Python's `re` busy with a name for hours: any of them may fit
-                yield from view.get("patternProperties", {}).values()
-                yield from _branches(view, _OTHER_PROPERTIES)
+        elif step in _properties(view):
+            yield view["properties"][step]
+            for pattern, inner in view.get("patternProperties", {}).items():
+                if re.search(pattern, step):
+                    yield inner
+        else:  # some patterns would keep Python's `re` busy with a name for hours: any of them may fit
+            yield from _branches(view, _OTHER_PROPERTIES)
 
 
 def _redact(value: Any, *marks: JSONSchema) -> Any:
@@ -893,8 +895,8 @@ class _Tool:
         # where it stands in the answer.
         answer = _plain({"result": {"tools": [definition]}})
         self._definition: JSONObject = answer["result"]["tools"][0]
-        self.input_schema: JSONSchema = self._definition["inputSchema"]
-        self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
+        self.input_schema = self._definition["inputSchema"]
+        self.output_schema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         # The documentation as MCP's `resources/list` sends it.
         uri = f"docs://{self.module_id}"
         self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
