@@ -1298,9 +1298,13 @@ class _ErrorMapper:
         """Whether a module that took part in the call marks something `x-sensitive`."""
         # Those that an error of apcore's names include what was called without the context of the call.
         chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else ()
-        modules = (self.tool.descriptor, *self.involved, *map(self.registry.get_definition, chain))
-        schemas = [getattr(module, side, None) or {} for module in modules]
-        return any(_marks_sensitive(each if isinstance(each, dict) else each.model_json_schema()) for each in schemas)
+        for module in (self.tool.descriptor, *self.involved, *map(self.registry.get_definition, chain)):
+            schema: Any = getattr(module, side, None)
+            if hasattr(schema, "model_json_schema"):
+                schema = schema.model_json_schema()
+            if _marks_sensitive(schema):
+                return True
+        return False
 
     def _log(self, error: BaseException, text: str, withheld: bool) -> None:
         trace = None
@@ -1375,7 +1379,6 @@ def _told_error(error: JSONObject) -> dict[str, str]:
 
 # ---- Documents: what a person reads of a tool; pure ----
 
-_NO_VALUE = object()
 _SAMPLE_MAX = 10_000  # characters of a list that is made up: one of 200 of 200 of 200 helps nobody
 _TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
 _TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
