@@ -2210,7 +2210,7 @@ class _Call:
         # A server without sessions may be one of many, and the answer reach another than asked.
         self.parks = _is_modern(ctx.protocol_version) and not self.options.stateless
         way_back = self.parks or ctx.session.can_send_request
-        declared = ctx.session.client_capabilities and ctx.session.client_capabilities.elicitation
+        declared = getattr(ctx.session.client_capabilities, "elicitation", None)
         self.can_ask = way_back and bool(declared and (declared.form or not declared.url))
 
     def cancel(self) -> None:
@@ -2241,7 +2241,7 @@ class _Call:
         question = _question(message, requested_schema, key)
         schema = question[1]["requestedSchema"]
         async with self._asking:
-            if self.session is None or not self.can_ask or self.state in ("cancelled", "ended"):
+            if self.session is None or not self.can_ask or self.state == "cancelled":
                 return None
             self.question = question
             if not self.parks:
@@ -2267,8 +2267,8 @@ _CURRENT = contextvars.ContextVar[_Call | None](_CALL_KEY, default=None)
 
 def _call_of(context: Context[Any]) -> _Call | None:
     """The tool call that a module runs for, also where it was called by another without its context."""
-    call = context.data.get(_CALL_KEY)
-    return call if isinstance(call, _Call) else _CURRENT.get()
+    call: _Call | None = context.data.get(_CALL_KEY)
+    return call or _CURRENT.get()
 
 
 class _Execution(BuiltinExecute):
@@ -2453,7 +2453,7 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
             return await self._gate.execute(ctx)
         call.involved[ctx.module_id] = ctx.module
         gate = self._gate
-        if self.handler is None:
+        if gate.handler is None:
             gate = copy.copy(gate)  # other servers, and other calls at the same time, have the same one
             gate.set_handler(self._approver(call.options.approval))
         started = time.time()
@@ -3039,10 +3039,11 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     started = time.monotonic()
 
     async def health(request: Request) -> Response:
+        count = len(bridge.catalog.tools)
         told = {
             "status": "ok",
-            "module_count": len(bridge.catalog.tools),
-            "tools_count": len(bridge.catalog.tools),
+            "module_count": count,
+            "tools_count": count,
             "uptime_seconds": time.monotonic() - started,
             "version": options.version or __version__,
         }
@@ -3059,18 +3060,9 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     return routes
 
 
-async def _stream(bridge: _Bridge, transport: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """One MCP connection of the deprecated SSE transport, whose stream is the answer to one GET."""
-    from anyio import CancelScope
-
-    async with transport.connect_sse(scope, receive, send) as streams:
-        with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
-            bridge.endless.add(connection)
-            await bridge.server.run(*streams, bridge.server.create_initialization_options())
-
-
 async def _http_app(bridge: _Bridge) -> Starlette:
     """The app of one bridge: `/mcp`, or `/sse` and `/messages/`."""
+    from anyio import CancelScope
     from mcp.server.sse import SseServerTransport
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
     from mcp.server.transport_security import RequestBodyLimitMiddleware
@@ -3084,13 +3076,23 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
-        stream = Mount("", functools.partial(_stream, bridge, transport))  # a Route calls functions for a response
-        routes = [Mount("/messages/", transport.handle_post_message), Route("/sse", stream, methods=["GET"])]
+
+        async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+            """One connection, whose stream is the answer to one GET."""
+            async with transport.connect_sse(scope, receive, send) as streams:
+                with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
+                    bridge.endless.add(connection)
+                    await bridge.server.run(*streams, bridge.server.create_initialization_options())
+
+        get = Route("/sse", Mount("", stream), methods=["GET"])  # which itself would call a function for a response
+        routes = [get, Mount("/messages/", transport.handle_post_message)]
     routes += _own_routes(bridge)
-    # The guard comes second: a body may take its time, and while it does the server may have ended.
-    bounded = Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES)
-    guard = Middleware(_Guard, bridge=bridge)
-    middleware = [bounded, guard, *(options.middleware or ()), Middleware(_own_sessions)]
+    middleware = [
+        Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
+        Middleware(_Guard, bridge=bridge),  # second: a body may take its time, and while it does the server may end
+        *(options.middleware or ()),
+        Middleware(_own_sessions),
+    ]
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
     app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
