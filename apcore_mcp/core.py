@@ -1380,8 +1380,15 @@ def _told_error(error: JSONObject) -> dict[str, str]:
 # ---- Documents: what a person reads of a tool; pure ----
 
 _SAMPLE_MAX = 10_000  # characters of a list that is made up: one of 200 of 200 of 200 helps nobody
-_TEXTS = {"date": "2025-01-31", "date-time": "2025-01-31T12:00:00Z", "time": "12:00:00Z", "duration": "P1D"}
-_TEXTS |= {"uuid": "123e4567-e89b-12d3-a456-426614174000", "email": "ann@example.com", "uri": "https://a.example"}
+_TEXTS = {
+    "date": "2025-01-31",
+    "date-time": "2025-01-31T12:00:00Z",
+    "time": "12:00:00Z",
+    "duration": "P1D",
+    "uuid": "123e4567-e89b-12d3-a456-426614174000",
+    "email": "ann@example.com",
+    "uri": "https://a.example",
+}
 
 
 def _sample(schema: JSONSchema) -> Any:
@@ -1839,7 +1846,7 @@ class _ToolCatalog:
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
 # What constrains a value, and the one description that a model is to read.
-_STRICT_KEEPS = frozenset([*Draft202012Validator.VALIDATORS, "then", "else", "description"])
+_STRICT_KEEPS = {*Draft202012Validator.VALIDATORS, "then", "else", "description"}
 _STRICT_INSIDE = _WITH_SCHEMAS - _NOT_FOLLOWED
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal does
 
@@ -1860,12 +1867,11 @@ class _OpenAIConverter:
             function["description"] += tool.about.to_suffix()
         function["parameters"] = tool.input_schema
         if self.strict:
-            function["parameters"] = _to_strict(tool.input_schema)
-            function["strict"] = True
-            self._warn(tool, function["parameters"])
+            function |= {"parameters": self._strict_parameters(tool), "strict": True}
         return {"type": "function", "function": function}
 
-    def _warn(self, tool: _Tool, strict: JSONSchema) -> None:
+    def _strict_parameters(self, tool: _Tool) -> JSONSchema:
+        strict = _to_strict(tool.input_schema)
         found = detect_openai_strict_incompatibilities(strict)
         for node in _views(tool.input_schema, under=_STRICT_INSIDE):
             if node.get("additionalProperties", False) is not False:
@@ -1875,6 +1881,7 @@ class _OpenAIConverter:
         if found:
             text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
             logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
+        return strict
 
 
 def _is_told(keyword: str, value: Any) -> bool:
