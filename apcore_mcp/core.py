@@ -3154,11 +3154,13 @@ def _standard_streams(*, for_good: bool = False) -> Iterator[tuple[int, int]]:
     with ExitStack() as stack:
         stack.callback(_claim_lock.release)
         if not _claimed:
-            _divert(ExitStack() if for_good else stack)
+            _divert()
+            if not for_good:
+                stack.callback(_restore)
         yield _claimed[0]
 
 
-def _divert(stack: ExitStack) -> None:
+def _divert() -> None:
     if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
     with open(os.devnull, "r+b", 0) as nothing:
@@ -3168,12 +3170,12 @@ def _divert(stack: ExitStack) -> None:
     _flush_stdout()
     _claimed.append(wire)
 
-    @stack.callback
-    def restore() -> None:
-        _flush_stdout()
-        for fd, private in enumerate(_claimed.pop()):
-            os.dup2(private, fd)
-            os.close(private)
+
+def _restore() -> None:
+    _flush_stdout()
+    for fd, private in enumerate(_claimed.pop()):
+        os.dup2(private, fd)
+        os.close(private)
 
 
 def _flush_stdout() -> None:
