@@ -556,6 +556,12 @@ ACCOUNTS: list[Any] = [
     pytest.param(dict_schema(), NAMELESS, {key: SHOWN[key] for key in NAMELESS}, id="dict"),
     pytest.param(PAIR, {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}, id="one-place-of-a-tuple"),
     pytest.param(PATTERN, {"count": 1, "secret_a": 918273645}, {"count": 1, "secret_a": REDACTED}, id="some-names"),
+    pytest.param(
+        {**PATTERN, "properties": {"count": NUMBER, "secret_a": NUMBER}},
+        {"count": 1, "secret_a": 918273645},
+        {"count": 1, "secret_a": REDACTED},
+        id="some-names-that-have-a-schema-of-their-own",
+    ),
     pytest.param(REST, {"count": 1, "else": 918273645}, {"count": 1, "else": REDACTED}, id="all-other-names"),
 ]
 

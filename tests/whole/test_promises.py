@@ -42,6 +42,7 @@ from pydantic import (
     Json,
     JsonValue,
     PlainSerializer,
+    PlainValidator,
     RootModel,
     SecretBytes,
     SecretStr,
@@ -282,6 +283,7 @@ ZOO: dict[str, tuple[Any, Any]] = {
     "letters": (Annotated[str, Field(pattern=r"^\p{L}+$")], "é"),
     "bounded": (Annotated[int, Field(gt=0, lt=5, multiple_of=2)], 2),
     "named-bytes": (dict[str, bytes], {"a": b"\xff"}),
+    "made-by-a-function": (Annotated[int, PlainValidator(int)], 1),
 }
 """A return type, and a value of it."""
 
