@@ -396,6 +396,23 @@ async def test_bytes_are_base64_wherever_they_stand(data: bytes, mode: str) -> N
         assert base64.urlsafe_b64decode(sent["data"]) == data
 
 
+async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold(mode: str) -> None:
+    class Somebody:
+        def __str__(self) -> str:
+            return "somebody"
+
+    class Given(BaseModel):
+        by: Annotated[Somebody, PlainValidator(lambda value: value)]
+
+    modules = {
+        "t.mapped": returning(dict[str, Somebody], {"by": Somebody()}),
+        "t.given": giving(Given, {"by": Somebody()}),
+    }
+    async with connect(modules, mode=mode) as client:
+        results = [await client.call_tool(name, {}) for name in modules]
+    assert [result.structured_content for result in results] == [{"by": "somebody"}] * 2
+
+
 async def test_the_advertised_schema_tells_both_names_of_a_field_and_what_is_computed(mode: str) -> None:
     async with connect({"t.line": returning(list[Line], [])}, mode=mode) as client:
         (tool,) = (await client.list_tools()).tools
