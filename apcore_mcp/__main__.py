@@ -27,11 +27,6 @@ from .core import (
     serve,
 )
 
-_AT_A_TERMINAL = (
-    "A client has to start this server, as it speaks MCP here: add --export client to set one up, or"
-    " --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it."
-)
-
 
 def _version(text: str) -> str:
     """`--version TEXT` is what clients are told; alone it prints the version of this package."""
@@ -81,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = _Options(registry, **options)
         _set_log_level(checked)
         if not export and checked.transport == "stdio" and os.isatty(0):
-            print(_AT_A_TERMINAL, file=sys.stderr)
+            print(
+                "A client has to start this server, as it speaks MCP here: add --export client to set one up, or"
+                " --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it.",
+                file=sys.stderr,
+            )
         # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
         owns_stdout = export or checked.transport == "stdio"
         with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():

@@ -1519,11 +1519,6 @@ def _document(tool: _Tool) -> str:
 
 # ---- Files: a folder's modules: taken in, again when they change, and out when they go; any thread ----
 
-_NO_MODULE = (
-    "it has to define one module class (input_schema, output_schema, description, execute),"
-    " or functions with @module (from apcore.decorator import module)"
-)
-
 
 @contextmanager
 def _left_out(what: object) -> Iterator[None]:
@@ -1641,7 +1636,11 @@ class _Files:
             elif inspect.isclass(value) and chosen in ("", name) and not validate_module(value):
                 classes[value] = None
         if len(classes) > 1 or not (classes or functions):
-            logger.warning("%s is left out: %s", path, _NO_MODULE)
+            logger.warning(
+                "%s is left out: it has to define one module class (input_schema, output_schema, description, execute),"
+                " or functions with @module (from apcore.decorator import module)",
+                path,
+            )
             return
         for one in functions:
             yield one.module_id.removeprefix("apcore_ext."), one
@@ -3574,7 +3573,7 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
     Host headers are accepted: name the public ones. All other options are those of `serve()`, and so are the errors.
     """
     if options.transport == "stdio":
-        options.transport = "streamable-http"
+        options = dataclasses.replace(options, transport="streamable-http")
     from anyio import move_on_after
 
     life = _Life(options, mounted=True)

@@ -64,6 +64,14 @@ def test_a_value_that_is_not_allowed_is_refused_before_anything_starts(
     assert started == []
 
 
+@pytest.mark.parametrize("options", [{"host": ""}, {"port": 0}], ids=str)
+async def test_an_app_is_held_to_what_it_listens_on_without_a_transport_too(options: dict[str, Any]) -> None:
+    """An empty host would be guarded by nothing."""
+    with pytest.raises(ValueError, match=r"Host must not be empty|Port must be between"):
+        async with async_serve(registry_of(), **options):
+            pass
+
+
 @every_door
 @pytest.mark.parametrize(
     ("options", "message"),
