@@ -1318,12 +1318,11 @@ async def _end_while_a_call_runs(loop: Clock, ending: str) -> None:
             await asyncio.sleep(60)
 
     async def end() -> None:
-        nonlocal scope
-        with anyio.CancelScope() as scope, contextlib.suppress(TimeoutError, asyncio.CancelledError):
+        with scope, contextlib.suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(1 if ending == "timeout" else None):
                 await asyncio.create_task(host()) if ending == "task-cancelled" else await host()
 
-    scope: anyio.CancelScope
+    scope = anyio.CancelScope()
     before = asyncio.all_tasks()
     whole = asyncio.create_task(end())
     await running.wait()

@@ -25,7 +25,7 @@ from apcore import Executor, ModuleAnnotations
 from apcore.decorator import module
 from conftest import MODERN, FunctionalModule, connect, registry_of
 from generated import QUICK, Value, models
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from mcp_types import ElicitResult
@@ -439,7 +439,7 @@ async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_prom
 
 
 @pytest.mark.timeout(240)
-@QUICK
+@settings(QUICK, max_examples=25)  # each of three models, and a server for them
 @given(st.data())
 def test_what_is_promised_of_any_model_holds_of_its_values(data: st.DataObject) -> None:
     """Generated models, by the schemas alone: what pydantic accepts and writes, the advertised schema accepts."""
