@@ -1567,7 +1567,7 @@ class _Files:
                 return
             changed |= self._refused
             self._refused = set()
-            _forget(changed)
+            _forget({self._place(path) for path in changed if not os.path.islink(path)})
             defined: dict[str, list[_Registration]] = {}
             for path in sorted(changed):
                 with _left_out(path):
@@ -1613,6 +1613,10 @@ class _Files:
                 look(os.path.realpath(root["root"]), 1)
         return seen
 
+    def _place(self, path: str) -> str:
+        """What a file runs as, of which `@module` makes the ids of functions."""
+        return f"apcore_ext.{self._registry._canonical_id_for_path(path)}"
+
     def _define(self, path: str) -> Iterator[_Registration]:
         """What a file defines, or binds."""
         if os.path.islink(path):
@@ -1624,8 +1628,7 @@ class _Files:
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook is not None:
             self._registry._pre_approval_hook(Path(path))
-        module_id = self._registry._canonical_id_for_path(path)
-        place = f"apcore_ext.{module_id}"  # of which `@module` makes the ids of functions
+        place = self._place(path)
         functions: dict[Any, None] = {}  # each once, under whatever names
         classes: dict[Any, None] = {}
         for name, value in _run_file(path, place).items():
@@ -1646,7 +1649,7 @@ class _Files:
             yield one.module_id.removeprefix("apcore_ext."), one
         for module in classes:
             version = metadata.get("version") or getattr(module, "version", "1.0.0")
-            yield module_id, module(), str(version), metadata
+            yield place.removeprefix("apcore_ext."), module(), str(version), metadata
 
 
 def _run_file(path: str, place: str) -> JSONObject:
@@ -1662,12 +1665,11 @@ def _run_file(path: str, place: str) -> JSONObject:
     return dict(vars(module))
 
 
-def _forget(paths: set[str]) -> None:
+def _forget(places: set[str]) -> None:
     """Take files' functions out of apcore's default client, where `@apcore.module(...)` registers them only once."""
     default = cast(Any, apcore)._default_client.registry
     for module_id, module in default.iter(include_hidden=True):
-        place = getattr(getattr(module, "_func", None), "__module__", "")
-        if getattr(sys.modules.get(place), "__file__", None) in paths:
+        if getattr(getattr(module, "_func", None), "__module__", "") in places:
             default.unregister(module_id)
 
 

@@ -393,6 +393,16 @@ async def test_a_function_of_apcores_default_client_is_loaded_again(tmp_path: Pa
         await wait_until_shown(following, {"shared.say": "back"})
 
 
+def test_folders_with_files_of_one_name_may_define_one_function(tmp_path: Path) -> None:
+    """As copies of a project do, though apcore's default client takes an id once."""
+    text = FUNCTION_FILE.replace("from apcore.decorator import", "from apcore import")
+    for version in ("first", "second"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "say.py").write_text(text.format(id="copied.say", words=version))
+        registry = discover(tmp_path / version)
+        assert Executor(registry).call("copied.say", {}) == {"result": version}
+
+
 async def test_a_registry_keeps_its_own_rules_for_files(tmp_path: Path) -> None:
     """What it ignores, and whom it asks before a file is run."""
     asked = []
