@@ -2967,7 +2967,6 @@ class _Guard:
         own = options.host.lower()
         allowed = options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
         self._allowed = [own, f"{own}:*", *map(str.lower, allowed)]
-        self._allowed_pages = [pattern for pattern in self._allowed if re.search(r"\w", pattern.split(":")[0])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import ClientDisconnect
@@ -3000,7 +2999,9 @@ class _Guard:
         by_page = origins or (options.explorer and f"{options.explorer_prefix}/" in scope["path"])
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         named = _HOST.fullmatch(host)
-        patterns = self._allowed_pages if by_page else self._allowed
+        patterns = self._allowed
+        if by_page:
+            patterns = [pattern for pattern in patterns if re.search(r"\w", pattern.split(":")[0])]
         if named is None or not (named[2] or any(fnmatchcase(host, pattern) for pattern in patterns)):
             status, fault = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
         elif not origins <= {f"http://{host}", f"https://{host}"}:

@@ -789,6 +789,20 @@ async def test_a_question_without_a_schema_asks_for_a_bare_confirmation(mode: st
     assert [(p.message, p.requested_schema) for p in asked] == [(message, {"type": "object", "properties": {}})]
 
 
+async def test_a_question_says_in_place_what_its_schema_refers_to(mode: str) -> None:
+    """As the schema of a pydantic model with an enum does; a form knows no references."""
+    size = {"type": "string", "enum": ["small", "large"]}
+    referring = {"type": "object", "properties": {"size": {"$ref": "#/$defs/Size"}}, "$defs": {"Size": size}}
+
+    async def choose(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Which size?", referring)}
+
+    arguments, asked = asking(accept(size="large"))
+    async with connect({"choose": choose}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        assert (await client.call_tool("choose")).structured_content == {"answer": {"size": "large"}}
+    assert [p.requested_schema for p in asked] == [{"type": "object", "properties": {"size": size}}]
+
+
 async def test_a_module_that_asks_in_turn_runs_once_with_all_its_side_effects(mode: str) -> None:
     effects: list[str] = []
 
