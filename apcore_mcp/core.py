@@ -410,7 +410,9 @@ _OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluate
 
 _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
-# What references lead to or by, and other dialects; nothing is left of it when references are written out.
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+# What references lead to or by, and other dialects; nothing is left of it when references are written out. (MCP's
+# conformance suite looks for a dialect that holds.)
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 # Schemas in one inlined schema; definitions that use each other twice double it at every level. What a reference leads
@@ -538,7 +540,7 @@ class _SchemaConverter:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
         if "$dynamicRef" in node or ("$id" in node and id(node) not in opened):
             raise _Unconvertible("$dynamicRef, and $id anywhere but in a definition, are not supported")
-        kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES}
+        kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         if self._by_pydantic:
             try:
                 re.compile(kept.get("pattern", ""))
@@ -946,7 +948,8 @@ _PROMISED = frozenset(
 
 def _promise(schema: JSONSchema) -> JSONSchema:
     """What holds by `schema` of a value as it is sent: never stricter than that."""
-    unsaid = _CONSTRAINTS - _PROMISED
+    unsaid = {key for key in schema if key.startswith(("format", "$"))}  # AJV knows more of these
+    unsaid |= _CONSTRAINTS - _PROMISED
     if "prefixItems" in schema:
         unsaid.add("items")
     if "patternProperties" in schema or schema.get("additionalProperties") is False:

@@ -131,8 +131,8 @@ CONVERTED = {
         {"properties": {"a": True, "b": False}},
         {"type": "object", "properties": {"a": {}, "b": NEVER}},
     ),
-    # apcore reads every schema as 2020-12, and so do clients that are told of no other.
-    "own-dialect": (one(STRING, **{"$schema": LATEST}), SIMPLE),
+    # apcore reads every schema as 2020-12; the conformance suite of MCP looks for what says so.
+    "own-dialect": (one(STRING, **{"$schema": LATEST}), {**SIMPLE, "$schema": LATEST}),
     "older-dialect": (
         one(
             {"$ref": "#/definitions/A", "minimum": 1}, **{"$schema": DRAFT_7, "id": "x", "definitions": {"A": INTEGER}}
@@ -345,7 +345,9 @@ OUTPUTS = {
     "no_type": ({"properties": {"p": STRING}}, SIMPLE),
     "booleans": (one({"anyOf": [True, False]}), one({"anyOf": [{}, {}]})),
     "one_of": (one({"oneOf": [STRING, INTEGER], "not": NEVER}), one({"anyOf": [STRING, INTEGER]})),
+    # What TypeScript clients would look for, or refuse without its format.
     "dialect": (one(STRING, **{"$schema": LATEST}), SIMPLE),
+    "limits": (one({**STRING, "format": "date", "formatMinimum": "2020-01-01"}), SIMPLE),
     "references": (pointed({"items": TO_POINT}), one({"items": POINT})),
     "formats": (
         {"type": "object", "properties": FORMATS}, {"type": "object", "properties": dict.fromkeys(FORMATS, STRING)},
