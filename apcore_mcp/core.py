@@ -2817,6 +2817,7 @@ class _Bridge:
         return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
+        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
         if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
             asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)

@@ -513,6 +513,16 @@ def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_chang
     assert capabilities == {"tools": {"listChanged": False}, "resources": {"listChanged": False, "subscribe": False}}
 
 
+def test_who_listens_is_promised_only_what_there_is() -> None:
+    wanted = {"toolsListChanged": True, "promptsListChanged": True, "resourcesListChanged": True}
+    with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
+        request = modern("subscriptions/listen", {"notifications": wanted})
+        with client.stream("POST", f"{url}/mcp", **request) as stream:
+            first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        promised = json.loads(first[6:])["params"]["notifications"]
+    assert promised == {"toolsListChanged": True, "resourcesListChanged": True}
+
+
 @pytest.mark.requirement("FR-DYNAMIC-003")
 def test_a_registration_from_another_thread_is_announced_though_nobody_says_anything(tmp_path: Path) -> None:
     text = """
