@@ -2451,12 +2451,25 @@ class _WatchfulApprovalGate(BuiltinApprovalGate):
     a person takes to decide does not count against the call.
     """
 
-    __slots__ = ("_gate",)
-
     def __init__(self, gate: BuiltinApprovalGate) -> None:
+        super().__init__()
+        self.name = gate.name
+        self.timeout_ms = gate.timeout_ms
         self._gate = gate
-        itself: Any = self
-        itself.__dict__ = vars(gate)  # one state, so that what is set on either holds for both
+
+    @property
+    def handler(self) -> Any:
+        return self._gate.handler
+
+    @property
+    def policy(self) -> ExecutionPolicy | None:
+        return self._gate.policy
+
+    def set_handler(self, handler: Any) -> None:
+        self._gate.set_handler(handler)
+
+    def set_policy(self, policy: ExecutionPolicy | None) -> None:
+        self._gate.set_policy(policy)
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         call = _call_of(ctx.context)
@@ -3456,8 +3469,9 @@ def _announce(bridge: _Bridge, where: str) -> None:
     options, count = bridge.options, len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
-    if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
-        logger.warning("Neither an ACL nor an approval handler protects the modules %s*", _CONTROL)
+    is_open = options.approval != "deny" and options.executor.governance_state().unprotected_control_surface
+    if is_open and any(module_id.startswith(_CONTROL) for module_id in bridge.catalog.tools):
+        logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     tools = "1 tool" if count == 1 else f"{count} tools"

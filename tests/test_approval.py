@@ -137,7 +137,7 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
         pytest.param(dict, {"approval": "require"}, True, id="require"),
         pytest.param(dict, {"approval": "off"}, True, id="off"),
         pytest.param(dict, {"approval": "deny"}, False, id="denied"),
-        pytest.param(dict, {"prefix": "echo"}, True, id="not-listed"),
+        pytest.param(dict, {"prefix": "echo"}, False, id="not-listed"),
         pytest.param(lambda: {"policy": ExecutionPolicy(strict=True)}, {}, False, id="strict"),
     ],
 )
