@@ -3319,11 +3319,9 @@ class _StdioConnection(AsyncExitStack):
             if self._reader.at_eof():
                 raise _protocol_error(-32000, "Connection closed")  # there will be no answer
             self._asked.append(message.id)
-        try:
-            await self._write(message)
-        finally:
-            if isinstance(message, JSONRPCResponse | JSONRPCError):
-                await self._settle()
+        await self._write(message)
+        if isinstance(message, JSONRPCResponse | JSONRPCError):
+            await self._settle()
 
     async def _settle(self) -> None:
         self._bridge.activity.task_done()
