@@ -303,11 +303,12 @@ class _Options:
         # A class looks like its objects.
         if isinstance(value, type) and field.name in ("approval", "metrics_collector"):
             raise TypeError(f"{field.name} must be an object, got {value!r:.80}")
-        if isinstance(value, str) and (choices := field.metadata.get("choices")):
+        choices = field.metadata.get("choices")
+        if choices and isinstance(value, str):
             chosen = next((choice for choice in choices if choice.lower() == value.lower()), None)
             if chosen is None:
-                label, known = field.name.replace("_", " "), ", ".join(choices)
-                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {known}")
+                label = field.name.replace("_", " ")
+                raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
             setattr(self, field.name, chosen)
         elif value == "" and field.name != "host":  # stdio has none
             raise ValueError(f"{field.name} must not be empty")
@@ -1129,7 +1130,8 @@ _SENTENCES = {
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
-_ANY_OTHER, _UNEXPECTED = "Module error: {code}", "Internal error occurred"
+_ANY_OTHER = "Module error: {code}"
+_UNEXPECTED = "Internal error occurred"
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1230,7 +1232,8 @@ def _misfit(fault: _Fault, path: _Steps) -> int:
 def _field(schema: JSONSchema, path: _Steps) -> str:
     """`a.0` for the place of a fault. Inside of a secret only names that its schema knows are told."""
     names: list[str] = []
-    views, is_secret = [schema], False
+    views = [schema]
+    is_secret = False
     for step in path:
         views = [*_views(*views)]
         is_secret = is_secret or any(map(_is_blanked, views))
@@ -1463,7 +1466,8 @@ _NOTES = {
 
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
-    module_id, known = tool.module_id, tool.about.annotations
+    module_id = tool.module_id
+    known = tool.about.annotations
     further = re.sub(r"(?m)^(?=#{1,3} )", "###", _further(tool))  # its headings, below ours
     purpose = f"{tool.about.description}\n\n{further}".strip()
     returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
@@ -1987,7 +1991,8 @@ def to_openai_tools(
     Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
     """
     catalog = _ToolCatalog(_Options(registry_or_executor, tags=tags, prefix=prefix))
-    if hyphened := [module_id for module_id in catalog.tools if "-" in module_id]:
+    hyphened = [module_id for module_id in catalog.tools if "-" in module_id]
+    if hyphened:
         raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {hyphened}")
     return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert)
 
@@ -2351,10 +2356,12 @@ class _ModuleThreads(ThreadPoolExecutor):
     def __init__(self, limit: int = 256) -> None:
         super().__init__(limit)
         self._calls = queue.SimpleQueue[Callable[[], None] | None]()
-        self._idle, self._unstarted = threading.Semaphore(0), limit
+        self._idle = threading.Semaphore(0)
+        self._unstarted = limit
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future, context = Future[T](), contextvars.copy_context()
+        future = Future[T]()
+        context = contextvars.copy_context()
 
         def call() -> None:
             if future.set_running_or_notify_cancel():
@@ -2426,7 +2433,8 @@ def _approval_question(request: ApprovalRequest) -> str:
         arguments = to_jsonable_python(request.arguments)
         shown = _redact_arguments(arguments, request.context.executor.registry, request.module_id)
     question = f"Let {request.module_id} run?"
-    if dangers := [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]:
+    dangers = [name for name in _SUFFIX_FIELDS[:3] if getattr(request.annotations, name)]
+    if dangers:
         question += f" It is annotated as {' and '.join(dangers)}."
     text = json.dumps(_shortened(shown), ensure_ascii=False, default=_text_of)
     return f"{question}\nArguments: {_one_line(text)}"
@@ -2728,7 +2736,8 @@ class _Bridge:
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.sessions = AsyncExitStack()  # closed with the server
-        if (middleware := options.metrics_middleware()) is not None:
+        middleware = options.metrics_middleware()
+        if middleware is not None:
             options.executor.use(middleware)
             self.sessions.callback(options.executor.remove, middleware)
         handlers: JSONObject = {
@@ -3458,13 +3467,16 @@ def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
 
 
 async def _call_back(callback: Callable[[], Any] | None) -> None:
-    if callback is not None and inspect.isawaitable(result := callback()):
-        await result
+    if callback is not None:
+        result = callback()
+        if inspect.isawaitable(result):
+            await result
 
 
 def _announce(bridge: _Bridge, where: str) -> None:
     """Say that the server accepts, and `where` it does; and what is unusual about it."""
-    options, count = bridge.options, len(bridge.catalog.tools)
+    options = bridge.options
+    count = len(bridge.catalog.tools)
     if not count:
         logger.warning("No modules registered; server starting with zero tools")
     is_open = options.approval != "deny" and options.executor.governance_state().unprotected_control_surface
@@ -3507,7 +3519,9 @@ class _Life:
         """Build, accept, announce, wait for the end, close: whatever one step of that raises, the others follow."""
         from anyio import CancelScope
 
-        options, app, where = self._options, None, ""
+        options = self._options
+        app = None
+        where = ""
         try:
             async with _Bridge(options) as bridge, AsyncExitStack() as closing:
                 serving: asyncio.Future[None] = self._ended  # where a host does
