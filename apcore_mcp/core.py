@@ -1352,12 +1352,12 @@ class _ErrorMapper:
             report["user_fixable"] = False
         if of_another:  # which was given something wrong by this one: nothing that the client has to know
             return _ANY_OTHER.format(code=error.code)
-        told = error.details.get("errors") or []
+        reported = error.details.get("errors") or []
         if step == "input_validation":
             found, count = _errors_of(self.tool, self.arguments)
-            if count == len(told[:_ERRORS_SEEN]):  # or middleware has changed the arguments
-                told = found
-        errors = [_told_error(each) for each in told[:_ERRORS_MAX]]
+            if count == len(reported[:_ERRORS_SEEN]):  # or middleware has changed the arguments
+                reported = found
+        errors = [_told_error(each) for each in reported[:_ERRORS_MAX]]
         title = "Output validation failed" if of_output else "Input validation failed"
         if not errors:
             return title
@@ -1375,12 +1375,12 @@ def _told_error(error: JSONObject) -> dict[str, str]:
 
     apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another.
     """
-    told = {
+    fault = {
         "field": error.get("field") or error.get("path", "").strip("/").replace("/", "."),
         "code": error.get("code") or error.get("keyword") or "invalid",
         "message": error.get("message", ""),
     }
-    return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in told.items()}
+    return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in fault.items()}
 
 
 # ---- Documents: what a person reads of a tool; pure ----
@@ -1451,8 +1451,8 @@ def _fields(schema: JSONSchema) -> str:
         example = _sample(field)
         sample = "" if example is None else f"`{_to_text(example)}`"
         cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
-        told = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
-        rows.append(f"| {' | '.join(told)} |")
+        written = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
+        rows.append(f"| {' | '.join(written)} |")
     return "\n".join([*rows, "", _fenced(schema)])
 
 
@@ -1474,7 +1474,7 @@ def _document(tool: _Tool) -> str:
     for name, kind in tool.media.items():
         returns += f"\n\n`{name}` comes as content of type `{kind}`."
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
-    told = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
+    failures = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
     repeatable = known.readonly or known.idempotent
     calls: list[str] = []
     for arguments in [each["inputs"] for each in _examples(tool)] or [_sample(tool.input_schema)]:
@@ -1508,7 +1508,7 @@ def _document(tool: _Tool) -> str:
 
 ### 5. Error Handling
 
-{told}
+{failures}
 
 ### 6. Idempotency
 
@@ -1907,17 +1907,17 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
     """
     kept: JSONSchema = {}
-    told: list[str] = []
+    in_words: list[str] = []
     for keyword, value in schema.items():
         if _is_told(keyword, value):
-            told.append(f"{keyword}: {value if isinstance(value, str) else _to_text(value)}")
+            in_words.append(f"{keyword}: {value if isinstance(value, str) else _to_text(value)}")
         elif keyword == "oneOf" and "anyOf" not in schema:
             kept["anyOf"] = value
         elif keyword in _STRICT_KEEPS:
             kept[keyword] = value
     strict = _map_subschemas(kept, _to_strict)
-    if told:
-        strict["description"] = f"{schema.get('description', '')} ({', '.join(told)})".lstrip()
+    if in_words:
+        strict["description"] = f"{schema.get('description', '')} ({', '.join(in_words)})".lstrip()
     if "properties" in schema or "object" in _types(schema):
         properties = _properties(strict)
         for name, field in _properties(schema).items():
@@ -2192,7 +2192,7 @@ class _Call:
     parks: bool = False
     can_ask: bool = False
     state: _State = "runs"
-    told: float = -math.inf
+    progress: float = -math.inf
     question: tuple[str, JSONObject] = ("", {})
 
     def __post_init__(self) -> None:
@@ -2239,9 +2239,9 @@ class _Call:
         number = progress if type(progress) is int else float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
         if asyncio.get_running_loop() is self._loop:
-            rises = self.told < number <= sys.float_info.max  # more ends the SDK's client
+            rises = self.progress < number <= sys.float_info.max  # more ends the SDK's client
             if self.session is not None and self.state == "runs" and rises:
-                self.told = number
+                self.progress = number
                 await self.session.report_progress(number, whole, message if message is None else _text_of(message))
         elif self._unsent is None or self._unsent.done():
             self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
@@ -2690,7 +2690,7 @@ class _ExecutionRouter:
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 _merge(merged, chunk)
-                await call.report(max(call.told, 0) + 1, None, _as_json(tool, chunk)[0])
+                await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
         return merged
 
 
@@ -2915,7 +2915,7 @@ class _Explorer:
 
     async def server(self, request: Request) -> Response:
         options = self._options
-        told = {
+        facts = {
             "name": options.name,
             "version": options.version or __version__,
             "instructions": options.instructions,
@@ -2924,7 +2924,7 @@ class _Explorer:
             "endpoint": posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix),
             "allowExecute": options.allow_execute,
         }
-        return self._answer(told)
+        return self._answer(facts)
 
     async def tools(self, request: Request) -> Response:
         listing = self._bridge.catalog.listing(portable=self._options.tool_names == "portable")
@@ -3075,14 +3075,14 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
 
     async def health(request: Request) -> Response:
         count = len(bridge.catalog.tools)
-        told = {
+        facts = {
             "status": "ok",
             "module_count": count,
             "tools_count": count,
             "uptime_seconds": time.monotonic() - started,
             "version": options.version or __version__,
         }
-        return JSONResponse(told)
+        return JSONResponse(facts)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
