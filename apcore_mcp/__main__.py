@@ -51,7 +51,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             default = argparse.SUPPRESS if option.default is None else option.default
             more: dict[str, Any] = {}
             if isinstance(default, bool):
-                more = {"action": argparse.BooleanOptionalAction}
+                more = {"action": argparse.BooleanOptionalAction if default else "store_true"}
             elif option.name == "version":
                 more = {"type": _version, "nargs": "?", "const": flag}
             parser.add_argument(flag, default=default, **option.metadata, **more)

@@ -353,9 +353,7 @@ def test_the_flags_of_the_readme_are_those_of_the_command_line(
     defaults = {entry.split()[0].strip(","): entry.rpartition("(default: ")[2].rstrip(")\n") for entry in entries}
     rows = [[cell.strip() for cell in row.split("|")] for row in README.splitlines() if row.startswith("| `--")]
     shown = [flag for _, cell, *_ in rows for flag in re.findall(r"`(--[a-z-]+)", cell)]
-    flags = set(re.findall(r"--[a-z-]+", usage))
-    unsaid = {flag for flag in flags if flag.startswith("--no-")} - {*shown}  # the same for every switch
-    assert sorted(shown) == sorted(flags - unsaid)
+    assert sorted(shown) == sorted(set(re.findall(r"--[a-z-]+", usage)))
     for _, cell, default, *_ in rows:
         assert all(choices in usage for choices in re.findall(r"{.+?}", cell))
         flags, values = re.findall(r"`(--[a-z-]+)", cell), re.findall(r"`(.+?)`", default)
