@@ -566,7 +566,7 @@ class _SchemaConverter:
         try:
             resolved = resolver.lookup(ref)
         except Unresolvable:
-            raise KeyError(name) from None
+            raise KeyError(f"definition {name} is missing") from None
         target = resolved.contents
         self._nodes += len(to_json(target, fallback=str)) // _BYTES_A_NODE
         if id(target) in opened:

@@ -213,7 +213,7 @@ REFUSED = {
     "refers-to-itself": (one({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}), "A -> A"),
     "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
     "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
-    "missing-definition": (one({"$ref": "#/$defs/Missing"}), "Missing"),
+    "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
     "5000-levels-of-properties": (nested(5_000), ""),
