@@ -665,7 +665,9 @@ def _function_of(module: FunctionModule) -> Callable[..., Any]:
 
 def _is_closed(module: Any) -> bool:
     """Whether a module is a function that takes no other arguments than those of its schema."""
-    if not isinstance(module, FunctionModule) or module.input_schema.model_config.get("extra") == "allow":
+    if not isinstance(module, FunctionModule) or not isinstance(module.input_schema, _Model):
+        return False  # a dict schema says it of itself
+    if module.input_schema.model_config.get("extra") == "allow":
         return False
     # The schema of a binding does not say it of its function.
     return inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
@@ -680,7 +682,7 @@ def _declared_output(module: Any) -> Any:
     if isinstance(module, FunctionModule):
         with suppress(NameError):
             returned = get_type_hints(_function_of(module), include_extras=True).get("return")
-            if get_origin(returned) is dict and not module.output_schema.model_fields:
+            if get_origin(returned) is dict and not getattr(module.output_schema, "model_fields", True):
                 return cast(Any, _Returned)[returned]
     return getattr(module, "output_schema", None)
 
@@ -1370,13 +1372,15 @@ class _ErrorMapper:
         return "\n".join(lines)
 
 
-def _told_error(error: JSONObject) -> dict[str, str]:
+def _told_error(error: Any) -> dict[str, str]:
     """`{"field": "a.0", "code": "type", "message": "..."}` from any form in which an invalid value is reported.
 
-    apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another.
+    apcore's is `{"path": "/a/0", "keyword": "type", "message": "..."}`; a module may have made up another, or a text.
     """
+    if not isinstance(error, dict):
+        error = {"message": error}
     fault = {
-        "field": error.get("field") or error.get("path", "").strip("/").replace("/", "."),
+        "field": error.get("field") or _text_of(error.get("path", "")).strip("/").replace("/", "."),
         "code": error.get("code") or error.get("keyword") or "invalid",
         "message": error.get("message", ""),
     }
@@ -1934,7 +1938,7 @@ def _written_properties(validator: Any, _said: Any, value: Any, schema: Any) -> 
     if isinstance(value, dict):
         for name, item in value.items():
             inside = [*_inside([schema], name)]
-            if not inside:
+            if not inside and schema.get("additionalProperties") is not True:
                 yield InvalidAnswer(f"{name!r} is unknown")
             if item is not None or name in _required(schema):  # null may stand for what is absent
                 for inner in inside:
@@ -1946,7 +1950,9 @@ def _written_properties(validator: Any, _said: Any, value: Any, schema: Any) -> 
 _TELLING = {
     key: Draft202012Validator.VALIDATORS[key] for key in "type enum const required items prefixItems anyOf".split()
 }
-_MeantValidator: Any = create({}, {**_TELLING, "oneOf": _TELLING["anyOf"], "properties": _written_properties})
+_TELLING["oneOf"] = _TELLING["anyOf"]
+_TELLING["properties"] = _TELLING["additionalProperties"] = _written_properties
+_MeantValidator: Any = create({}, _TELLING)
 
 
 def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
@@ -1963,6 +1969,8 @@ def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
 
 def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+    if not schemas:  # however deep it is
+        return value
     views = [*_meant(value, *schemas)]
     if isinstance(value, list):
         return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]

@@ -71,6 +71,10 @@ TEXTS = [
     {"field": "", "code": "invalid", "message": "too wide"},
     {"field": "a?", "code": "?", "message": ""},
 ]
+OTHER_FORMS = [
+    {"field": "", "code": "invalid", "message": "too wide"},
+    {"field": "['a', 0]", "code": "invalid", "message": ""},
+]
 
 
 def altered(error: ModuleError, **attributes: Any) -> ModuleError:
@@ -173,6 +177,11 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
         lambda: SchemaValidationError("bad", errors=[{"message": "too wide"}, {"field": "a\ud800", "code": "\ud800"}]),
         "Input validation failed:\n- (root): too wide (invalid)\n- a?:  (?)",
         {"error_type": "SCHEMA_VALIDATION_ERROR", "error_details": {"errors": TEXTS}},
+    ),
+    "other_forms": (
+        lambda: SchemaValidationError("bad", errors=["too wide", {"path": ["a", 0]}]),  # type: ignore[list-item]
+        "Input validation failed:\n- (root): too wide (invalid)\n- ['a', 0]:  (invalid)",
+        {"error_type": "SCHEMA_VALIDATION_ERROR", "error_details": {"errors": OTHER_FORMS}},
     ),
     "no_list": (
         lambda: altered(SchemaValidationError("bad"), details={"errors": 5}),

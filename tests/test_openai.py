@@ -525,6 +525,15 @@ CALLED = {
         "nested": {"anyOf": [NULL, {"type": "object", "properties": {
             "in": {"oneOf": [{"properties": {"x": INTEGER}}, {"properties": {"x": STRING}}]}, "of": INTEGER,
         }}]},
+        # Maps beside objects: what fits is told by the values as well.
+        "mapped": {"anyOf": [
+            {"type": "object", "additionalProperties": {"type": ["integer", "null"]}},
+            {"type": "object", "properties": {"a": STRING, "b": STRING}},
+        ]},
+        "open": {"anyOf": [
+            {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
+            {"type": "object", "additionalProperties": INTEGER},
+        ]},
     },
     "required": ["need"],
 }  # fmt: skip
@@ -552,6 +561,9 @@ CALLED = {
         pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
         pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
         pytest.param({"nested": {"in": {"x": None}, "of": None}}, {"nested": {"in": {}}}, id="in-one-of-two-that-fit"),
+        pytest.param({"mapped": {"a": "", "b": None}}, {"mapped": {"a": ""}}, id="in-an-object-beside-a-map"),
+        pytest.param({"mapped": {"a": 1, "b": None}}, {"mapped": {"a": 1, "b": None}}, id="in-a-map-of-nulls"),
+        pytest.param({"open": {"a": "", "x": None}}, {"open": {"a": "", "x": None}}, id="in-an-open-object"),
         pytest.param("", {}, id="empty-text"),
         pytest.param("{}", {}, id="empty-object"),
         pytest.param({}, {}, id="empty-dict"),
@@ -573,6 +585,11 @@ def test_the_nulls_that_stand_for_absence_are_dropped(arguments: str | dict[str,
 def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"m-a|line 1 column"):
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
+
+
+def test_what_no_schema_describes_stays_as_it_is_however_deep() -> None:
+    sent: dict[str, Any] = {"x": json.loads("[" * 600 + "null" + "]" * 600)}
+    assert from_openai_call(registry_of({"m.a": echo}), "m-a", sent)[1]["x"] is sent["x"]
 
 
 @pytest.mark.timeout(20)

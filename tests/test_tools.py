@@ -271,6 +271,20 @@ async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says
     assert told == {"shrink": "Makes it smaller.\n\nGuidance: Ask first.", "other": "Keeps it."}
 
 
+async def test_a_function_with_dict_schemas_is_a_tool() -> None:
+    def count(**words: int) -> dict[str, int]:
+        """Count."""
+        return words
+
+    schema: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = FunctionModule(count, "text.count", input_schema=schema, output_schema=dict(schema))
+    async with connect({"text.count": function}) as client:
+        (tool,) = (await client.list_tools()).tools
+        result = await client.call_tool("text.count", {"a": 1, "b": 2})
+    assert (tool.input_schema, tool.output_schema) == (schema, schema)
+    assert parsed(success_text(result)) == {"a": 1, "b": 2}
+
+
 async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood(mode: str) -> None:
     modules = called(image__resize="shrink.image", image__store=None)
     async with connect(modules, mode=mode) as client:
