@@ -726,7 +726,11 @@ def _marks(schema: JSONSchema) -> JSONSchema:
         return {}
     if _is_blanked(schema):
         return {"x-sensitive": True}
-    return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
+    marks = _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        if keyword in marks:
+            marks[keyword] = [branch for branch in marks[keyword] if branch]  # or each result looks into all of them
+    return marks
 
 
 def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[JSONSchema]:

@@ -5,6 +5,7 @@ mode makes of them OpenAI takes, or a warning says that it will not (FR-SCHEMA-*
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -29,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Roo
 from support import check, nested, one, subschemas
 from typing_extensions import TypedDict
 
-from apcore_mcp import from_openai_call, to_openai_tools
+from apcore_mcp import core, from_openai_call, run_openai_call, to_openai_tools
 from apcore_mcp.__main__ import main
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
@@ -451,20 +452,27 @@ def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_ac
 # ---- How much work a schema can make ----
 
 
-def work(function: Callable[[], Any]) -> int:
-    """How many Python functions `function` calls."""
-    calls = 0
+@contextlib.contextmanager
+def counting() -> Iterator[list[str]]:
+    """The files of the Python functions that are called in this thread."""
+    calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
+        if event == "call":
+            calls.append(frame.f_code.co_filename)
 
     sys.setprofile(count)
     try:
-        function()
+        yield calls
     finally:
         sys.setprofile(None)
-    return calls
+
+
+def work(function: Callable[[], Any]) -> int:
+    """How many Python functions `function` calls."""
+    with counting() as calls:
+        function()
+    return len(calls)
 
 
 def listed(schema: dict[str, Any], side: str = "output_schema") -> list[dict[str, Any]]:
@@ -486,6 +494,20 @@ def blocks(levels: int, kinds: int, mark: bool) -> dict[str, Any]:
 def test_one_mark_costs_little_more_to_list_than_none() -> None:
     plain, marked = (work(lambda mark=mark: listed(blocks(8, 25, mark))) for mark in (False, True))
     assert marked < 2 * plain
+
+
+async def test_one_mark_costs_a_result_no_more_among_many_kinds_than_among_few() -> None:
+    """Where nothing is marked, nobody looks: each of these results fits the first kind."""
+
+    async def cost(kinds: int, length: int) -> int:
+        output = {"p": [{"p": "x"}] * length}
+        registry = registry_of({"a.module": FunctionalModule(lambda *_: output, output_schema=blocks(1, kinds, True))})
+        with counting() as calls:
+            assert json.loads(await run_openai_call(registry, "a-module", {})) == output
+        return calls.count(core.__file__)  # apcore's own redaction looks at all
+
+    few, many = [await cost(kinds, 400) - await cost(kinds, 200) for kinds in (10, 100)]
+    assert many < 1.5 * few
 
 
 def test_unions_inside_each_other_cost_what_they_are_long() -> None:
