@@ -1600,10 +1600,9 @@ class _Files:
                         if self._registry.has(module_id):  # of classes, it would take another version
                             raise ValueError(f"Module ID '{module_id}' is already registered")
                         self._registry.register(module_id, module, *more)
-                    if self._registry.get(module_id) is module:
                         self._made[module_id] = (path, module)
-                    else:
-                        self._refused.add(path)
+                        continue
+                    self._refused.add(path)
 
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that may define modules, or say what they are; and of each link to a folder."""
@@ -2269,7 +2268,7 @@ class _Call:
         question = _question(message, requested_schema, key)
         schema = question[1]["requestedSchema"]
         async with self._asking:
-            if self.session is None or not self.can_ask or self.state == "cancelled":
+            if self.session is None or not self.can_ask or self.state in ("cancelled", "ended"):
                 return None
             self.question = question
             if not self.parks:
@@ -3364,6 +3363,7 @@ class _StdioConnection(AsyncExitStack):
             code = -32600
             reason = f"Invalid request: not a single JSON-RPC message of at most {_MESSAGE_MAX_BYTES} bytes"
             if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
+                str(decoded["id"]).encode()  # or no answer can say it: half of a surrogate pair
                 request_id = decoded["id"]
         except (ValueError, RecursionError):
             code = -32700

@@ -897,6 +897,35 @@ async def test_the_answer_to_a_question_that_was_given_up_is_no_answer_to_anothe
     assert runs == [1]
 
 
+async def test_what_a_module_left_running_can_ask_nobody_once_its_result_was_fetched() -> None:
+    """From 2026-07-28: it ended while its question was open, and the retry is no way to ask another."""
+    given_up, late = threading.Event(), list[asyncio.Task[Any]]()
+
+    async def ask_late(context: Any, fetched: asyncio.Event) -> Any:
+        await fetched.wait()
+        return await elicit(context, "Late?", SCHEMA)
+
+    async def linger(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        late.append(asyncio.create_task(ask_late(context, fetched)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(elicit(context, "Early?", SCHEMA, key="name"), 0.2)
+        given_up.set()
+        return {"done": True}
+
+    async def go_on(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        fetched.set()
+        return {"answer": await asyncio.wait_for(late[0], 10)}
+
+    fetched = asyncio.Event()
+    async with wired({"linger": linger, "go.on": go_on, "echo": echo}) as wire:
+        _, _, state = await wire.question("linger")
+        assert await asyncio.to_thread(given_up.wait, 10)
+        await wire.call("echo")  # by then it has ended
+        given = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
+        assert (await wire.call("linger", **given)).structured_content == {"done": True}
+        assert (await wire.call("go.on")).structured_content == {"answer": None}
+
+
 async def test_a_module_that_has_timed_out_is_not_given_the_answer_to_its_question(mode: str) -> None:
     """Nor may it ask another: it would act on it after its caller was told that it failed."""
     told: queue.Queue[Any] = queue.Queue()

@@ -178,6 +178,13 @@ def test_the_second_of_two_functions_with_one_id_is_not_served_in_silence(extens
     assert "'a.b' is already registered" in ended.stderr
 
 
+def test_a_function_whose_id_is_none_takes_no_other_down(extensions: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "from apcore.decorator import module\n@module(id='', description='None')\ndef f() -> int: return 1\n"
+    (extensions / "nameless.py").write_text(text)
+    assert apcore_mcp.discover(extensions).list() == ["hand.write", "voice.say", "voice.shout"]
+    assert "nameless.py is left out: " in caplog.text
+
+
 def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
     extensions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
         (b'{"id": "no-method"}', "no-method", {-32600}),
         (b'{"jsonrpc": "2.0", "id": 77, "method": 5}', 77, {-32600}),
         (lone_surrogate, "lone", either),
+        (b'{"jsonrpc": "2.0", "id": "\\ud800", "method": "ping"}', None, either),
         (b'{"jsonrpc": "2.0", "padding": "' + b"x" * (MAX_LINE_BYTES + 1000) + b'"}', None, either),
     ]
     blank = [b"", b"   ", b"\r"]
