@@ -1936,9 +1936,9 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _written_properties(validator: Any, _said: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
+def _written_properties(validator: Any, said: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
     """What speaks against an object that a model wrote: a name it cannot have, and what its properties cannot be."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and schema.get("properties", said) is said:  # or both keywords would ask
         for name, item in value.items():
             inside = [*_inside([schema], name)]
             if not inside and schema.get("additionalProperties") is not True:

@@ -594,10 +594,11 @@ def test_what_no_schema_describes_stays_as_it_is_however_deep() -> None:
 
 @pytest.mark.timeout(20)
 def test_branches_inside_branches_take_no_longer_than_they_are_many() -> None:
-    schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING}}
+    closed = {"type": "object", "additionalProperties": False}
+    schema: dict[str, Any] = {**closed, "properties": {"leaf": STRING}}
     sent: dict[str, Any] = {"leaf": None}
-    for _ in range(16):
-        schema = {"type": "object", "properties": {"a": {"anyOf": [schema, NULL]}, "b": STRING}}
+    for _ in range(24):
+        schema = {**closed, "properties": {"a": {"anyOf": [schema, NULL]}, "b": STRING}}
         sent = {"a": sent, "b": None}
     _, inputs = from_openai_call(registry_of({"m.a": FunctionalModule(echo, input_schema=schema)}), "m-a", sent)
     assert "null" not in json.dumps(inputs)
