@@ -3399,6 +3399,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
         try:
             yield running
         finally:
+            running.add_done_callback(_silence)
             running.cancel()
             await asyncio.wait({running})
             writer.close()

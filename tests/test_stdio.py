@@ -35,6 +35,7 @@ from support import (
     META,
     call,
     ended_well,
+    initialize_params,
     line,
     messages,
     request,
@@ -603,6 +604,25 @@ second.start()  # now it can
 second.stop()
 second.wait()
 """
+
+
+STOPPED_AT_ONCE = """
+@tool
+def echo(inputs, context):
+    return inputs
+
+server = MCPServer(registry, on_startup=lambda: server.stop())
+server.start()
+server.wait()
+"""
+
+
+def test_a_server_that_ends_while_it_is_asked_says_no_word_of_it() -> None:
+    """What the SDK raises in tasks that end with it is no error of anybody's."""
+    greeted = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    asked = line(request("i", "initialize", **initialize_params("2025-11-25"))) + line(greeted)
+    ended = subprocess.run(program(STOPPED_AT_ONCE), input=asked, capture_output=True, cwd=ROOT, timeout=30)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_second_server_on_the_same_standard_streams_is_refused() -> None:
