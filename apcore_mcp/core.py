@@ -1689,6 +1689,8 @@ def _forget(places: set[str]) -> None:
 
 def _bindings(path: str) -> Iterator[_Registration]:
     """What a `*.binding.yaml` file binds, also of files beside it."""
+    if b"x-sensitive" in Path(path).read_bytes():
+        raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)

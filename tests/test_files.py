@@ -141,6 +141,19 @@ def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_a_link_is_t
     ]
 
 
+def test_a_binding_that_marks_a_secret_is_left_out_as_apcore_would_lose_the_mark(
+    extensions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound = "spec_version: '1.0'\nbindings:\n- module_id: m.read\n  target: 'os.path:join'\n"
+    bound += "  input_schema: {type: object}\n"
+    bound += "  output_schema: {type: object, properties: {pin: {type: string, x-sensitive: true}}}\n"
+    (extensions / "read.binding.yaml").write_text(bound)
+    registry = discover(extensions)
+    assert "m.read" not in registry.list()
+    [warning] = [record.getMessage() for record in caplog.records if "read.binding.yaml is left out" in record.message]
+    assert "mark it in a model" in warning
+
+
 def test_a_binding_never_gets_the_function_of_another_folders_file(
     extensions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
