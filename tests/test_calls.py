@@ -14,6 +14,7 @@ import queue
 import re
 import threading
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from decimal import Decimal
@@ -49,6 +50,7 @@ from conftest import (
     registry_of,
     serving,
     stdio,
+    until,
     with_clock,
 )
 from mcp import MCPError
@@ -432,6 +434,21 @@ async def test_what_a_cancelled_module_raises_is_not_told_to_its_hosts_loop(
         gc.collect()
     assert "hunter2" not in caplog.text
     assert "never retrieved" not in caplog.text
+
+
+async def test_a_call_that_has_ended_keeps_nothing_of_its_module(mode: str) -> None:
+    registry = registry_of({"echo": echo})
+    module = FunctionalModule(echo)
+    gone = weakref.ref(module)
+    registry.register("gone", module)
+    del module
+    # The timer of a limit, though it is cancelled, would keep what it was set in.
+    config = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
+    async with connect(Executor(registry, config=config), mode=mode) as client, asyncio.timeout(30):
+        await client.call_tool("gone")
+        registry.unregister("gone")
+        await client.call_tool("echo")  # from here on the list is another
+        await asyncio.to_thread(until, lambda: gc.collect() is not None and gone() is None, 10)
 
 
 async def test_a_client_that_ends_its_session_cancels_its_calls() -> None:

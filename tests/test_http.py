@@ -1309,6 +1309,26 @@ def test_an_answer_that_is_being_read_when_the_server_ends_is_read_to_its_end(me
     assert ended.wait(15)
 
 
+def test_a_server_ends_as_soon_though_a_client_keeps_its_stream_open() -> None:
+    """A stream is not what a client has asked and waits for: the 5 seconds are for that."""
+
+    def ending(streams: bool) -> float:
+        port = free_port()
+        server = MCPServer(registry_of({"echo": echo}), transport="streamable-http", port=port)
+        server.start()
+        url = f"http://127.0.0.1:{port}/mcp"
+        with httpx.Client(timeout=30) as client, contextlib.ExitStack() as stack:
+            _, session = handshake(client, url)
+            if streams:
+                stack.enter_context(client.stream("GET", url, headers=session))
+            began = time.monotonic()
+            server.stop()
+            server.wait()
+            return time.monotonic() - began
+
+    assert ending(streams=True) < ending(streams=False) + 4
+
+
 def test_a_session_in_which_nothing_is_said_for_half_an_hour_is_ended() -> None:
     async def story(clock: Clock) -> None:
         begin = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "raw", "version": "1"}}
