@@ -1607,12 +1607,11 @@ class _Files:
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that may define modules, or say what they are; and of each link to a folder."""
         max_depth, _, ignored = self._registry._scan_params()
-        ignored += ["node_modules", ".*", "_*"]
         seen = {}
 
         def look(folder: str, depth: int) -> None:
             for entry in os.scandir(folder):
-                if any(match_glob(pattern, entry.name) for pattern in ignored):
+                if any(match_glob(pattern, entry.name) for pattern in (*ignored, "node_modules", ".*", "_*")):
                     continue
                 with suppress(OSError):  # gone meanwhile
                     if entry.is_dir(follow_symlinks=False):
@@ -1940,7 +1939,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
 
 def _written_properties(validator: Any, said: Any, value: Any, schema: Any) -> Iterator[InvalidAnswer]:
     """What speaks against an object that a model wrote: a name it cannot have, and what its properties cannot be."""
-    if isinstance(value, dict) and schema.get("properties", said) is said:  # or both keywords would ask
+    if isinstance(value, dict) and schema.get("properties", said) is said:  # asked once, though it says both
         for name, item in value.items():
             inside = [*_inside([schema], name)]
             if not inside and schema.get("additionalProperties") is not True:
@@ -1956,7 +1955,8 @@ _TELLING = {
     key: Draft202012Validator.VALIDATORS[key] for key in "type enum const required items prefixItems anyOf".split()
 }
 _TELLING["oneOf"] = _TELLING["anyOf"]
-_TELLING["properties"] = _TELLING["additionalProperties"] = _written_properties
+_TELLING["properties"] = _written_properties
+_TELLING["additionalProperties"] = _written_properties
 _MeantValidator: Any = create({}, _TELLING)
 
 

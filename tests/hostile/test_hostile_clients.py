@@ -94,6 +94,22 @@ def rss_mib(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) // 1024
 
 
+def grown(pid: int, looks: int, seconds: float) -> int:
+    """The highest `rss_mib` of a process, until it has not grown for so many looks, or for so long."""
+    highest = rss_mib(pid)
+    steady = 0
+    limit = time.monotonic() + seconds
+    while steady < looks and time.monotonic() < limit:
+        time.sleep(0.02)
+        now = rss_mib(pid)
+        if now > highest:
+            highest = now
+            steady = 0
+        else:
+            steady += 1
+    return highest
+
+
 def held(pid: int) -> tuple[int, int]:
     """How many descriptors and threads a process has."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
@@ -475,12 +491,7 @@ def test_a_client_that_stops_reading_is_made_to_wait_and_then_gets_everything(pr
         sent = b"".join(line(call(n, "t.big", size=MIB)) for n in range(100))
         writer = threading.Thread(target=client.send_line, args=(sent.strip(),), daemon=True)
         writer.start()
-        highest, steady = before, 0
-        limit = time.monotonic() + 10
-        while steady < 25 and time.monotonic() < limit:  # it has stopped growing, or it has not
-            time.sleep(0.02)
-            now = rss_mib(client.process.pid)
-            highest, steady = max(now, highest), steady + 1 if now <= highest else 0
+        highest = grown(client.process.pid, looks=25, seconds=10)
         answered = {client.receive()["id"] for _ in range(100)}
         writer.join(timeout=10)
         assert answered == set(range(100))
@@ -502,12 +513,7 @@ def test_requests_of_a_client_that_reads_no_answers_are_not_read_either(program:
                 client.send_line(sent.strip())
 
         threading.Thread(target=flood, daemon=True).start()
-        highest, steady = before, 0
-        limit = time.monotonic() + 8
-        while steady < 50 and time.monotonic() < limit:  # it has stopped growing, or it has not
-            time.sleep(0.02)
-            now = rss_mib(client.process.pid)
-            highest, steady = max(now, highest), steady + 1 if now <= highest else 0
+        highest = grown(client.process.pid, looks=50, seconds=8)
     assert highest - before < 80
 
 
