@@ -7,7 +7,6 @@ the arguments cannot be parsed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
@@ -22,18 +21,15 @@ from .core import (
     _files_of,
     _folder,
     _Options,
+    _options_of,
     _set_log_level,
     _standard_streams,
+    _take_standard_streams,
     serve,
 )
 
-
-def _version(text: str) -> str:
-    """`--version TEXT` is what clients are told; alone it prints the version of this package."""
-    if text == "--version":
-        print(f"apcore-mcp {__version__}")
-        sys.exit(0)
-    return text
+_AT_A_TERMINAL = """A client has to start this server, as it speaks MCP here: add --export client to set one up, or
+--transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it."""
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -52,8 +48,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             more: dict[str, Any] = {}
             if isinstance(default, bool):
                 more = {"action": argparse.BooleanOptionalAction if default else "store_true"}
-            elif option.name == "version":
-                more = {"type": _version, "nargs": "?", "const": flag}
             parser.add_argument(flag, default=default, **option.metadata, **more)
     parser.set_defaults(log_level="INFO")
     return own, parser
@@ -61,39 +55,40 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, discover, serve; the exit status."""
+    if (argv or sys.argv[1:]) == ["--version"]:
+        print(f"apcore-mcp {__version__}")
+        sys.exit(0)
     own, parser = _parsers()
     options = vars(parser.parse_args(argv))
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    directory = options.pop("extensions_dir")
+    export = options.pop("export", None)
     try:
-        directory = options.pop("extensions_dir")
-        export = options.pop("export", None)
         registry = _folder(directory)
         # In the words of SRS FR-CLI-004 and -005.
         if not 1 <= options["port"] <= 65535:
             raise ValueError("port must be between 1 and 65535")
         if not options["name"]:
             raise ValueError("server name must not be empty")
-        checked = _Options(registry, **options)
+        checked = _options_of("apcore-mcp", registry, **options)
         _set_log_level(checked)
-        if not export and checked.transport == "stdio" and os.isatty(0):
-            print(
-                "A client has to start this server, as it speaks MCP here: add --export client to set one up, or"
-                " --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it.",
-                file=sys.stderr,
-            )
         # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
-        owns_stdout = export or checked.transport == "stdio"
-        with _standard_streams(for_good=not export) if owns_stdout else contextlib.nullcontext():
-            if export != "client":
-                _files_of(registry).update()
-            if not export:
-                serve(registry, **options)
-                return 0
-            given = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
-            exported = _export(checked, export, given)
-        # In UTF-8 whatever the terminal's encoding is, and though a module has closed or replaced `sys.stdout`.
-        with open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stdout:
-            print(exported, file=stdout)
+        if not export:
+            if checked.transport == "stdio":
+                if os.isatty(0):
+                    print(_AT_A_TERMINAL, file=sys.stderr)
+                _standard_streams()
+            _files_of(registry).update()
+            serve(registry, **options)
+            return 0
+        _, stdout = _take_standard_streams()
+        if export != "client":
+            _files_of(registry).update()
+        given = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
+        exported = _export(checked, export, given)
+        # In UTF-8 whatever the terminal's encoding is.
+        with open(stdout, "w", encoding="utf-8", errors="backslashreplace") as file:
+            print(exported, file=file)
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TypeError | ValueError) else 2
