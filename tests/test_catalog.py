@@ -15,27 +15,12 @@ import httpx
 import mcp_types as types
 import pytest
 from apcore import Executor, Registry
-from conftest import (
-    HANDSHAKE,
-    FunctionalModule,
-    connect,
-    echo,
-    free_port,
-    registry_of,
-    serving,
-)
+from conftest import HANDSHAKE, FunctionalModule, connect, echo, free_port, registry_of, serving
 from mcp.client import Client
 from mcp.shared.exceptions import MCPError
-from support import (
-    ERAS,
-    CountingRegistry,
-    clog,
-    followed,
-    listed,
-    text_of,
-)
+from support import ERAS, CountingRegistry, clog, followed, listed, text_of
 
-from apcore_mcp import MCPServer, async_serve, to_openai_tools
+from apcore_mcp import MCPServer, async_serve
 
 # ---- Modules ----
 
@@ -158,51 +143,6 @@ async def test_every_answer_is_right_for_a_moment_of_its_call_while_threads_repl
     ours = [record for record in caplog.records if not record.name.startswith("mcp.client")]  # which closes as it can
     left_out = [record.getMessage() for record in ours if record.levelno >= logging.ERROR]
     assert [text for text in left_out if "Module not found" not in text and "ModuleNotFound" not in text] == []
-
-
-def test_openai_definitions_are_each_of_one_edition_while_threads_replace_modules() -> None:
-    with Shelf(4) as shelf:
-        while min(shelf.newest.values()) < 40:
-            oldest = dict(shelf.newest)
-            for tool in to_openai_tools(shelf.registry):
-                function = tool["function"]
-                if function["name"] != "stays":
-                    number = int(function["description"].removeprefix("edition "))
-                    assert function["parameters"]["properties"]["n"] == {"const": number}
-                    module_id = function["name"].replace("-", ".")
-                    assert oldest[module_id] <= number <= shelf.newest[module_id]
-        shelf.stop()
-        assert [tool["function"]["description"] for tool in to_openai_tools(shelf.registry)][:4] == [
-            f"edition {shelf.newest[name]}" for name in sorted(shelf.newest)
-        ]
-
-
-class Racing(Registry):
-    """Changes a module just after it has been looked up: once at each of the first `times` lookups."""
-
-    def __init__(self, change: str, times: int) -> None:
-        super().__init__()
-        self._change, self._left = change, times
-
-    def get(self, module_id: str, *args: Any, **kwargs: Any) -> Any:
-        module = super().get(module_id, *args, **kwargs)
-        if module is not None and self._left:
-            self._left -= 1
-            self.unregister(module_id)
-            if self._change == "replaced":
-                self.register(module_id, Edition(module_id, 10 + self._left))
-        return module
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("change", ["replaced", "gone"])
-def test_a_module_that_changes_while_it_is_looked_at_is_of_one_edition_or_not_there(change: str, times: int) -> None:
-    registry = Racing(change, times)
-    registry.register("shelf.m0", Edition("shelf.m0", 1))
-    registry.register("stays", FunctionalModule(echo))
-    for tool in to_openai_tools(registry)[:-1]:
-        said, schema = tool["function"]["description"], tool["function"]["parameters"]
-        assert said == f"edition {schema['properties']['n']['const']}"
 
 
 async def test_who_reads_while_another_thread_takes_a_change_in_sees_the_change() -> None:
@@ -400,3 +340,31 @@ async def test_tags_that_are_no_texts_keep_no_other_module_from_the_list(tags: A
         registry.register("t.odder", FunctionalModule(echo, tags=tags))
         registry.register("t.new", FunctionalModule(echo, tags=["public"]))
         assert set(await listed(client)) - {"t.odd", "t.odder"} == {"t.new"}
+
+
+@pytest.mark.requirement("FR-SERVER-011")
+async def test_a_module_without_a_definition_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgetful(Registry):
+        def get_definition(self, module_id: str, version_hint: str | None = None) -> Any:
+            return None if module_id == "a.gone" else super().get_definition(module_id, version_hint)
+
+    registry = Forgetful()
+    for module_id in ("a.gone", "a.stays"):
+        registry.register(module_id, FunctionalModule(echo))
+    async with connect(registry) as client:
+        assert await listed(client) == ["a.stays"]
+    [warning] = [record.getMessage() for record in caplog.records if "a.gone" in record.getMessage()]
+    assert warning == "Module a.gone is left out: ValueError: the registry has no definition of it"
+
+
+async def test_an_alias_that_two_want_is_the_first_ones_by_id(caplog: pytest.LogCaptureFixture) -> None:
+    overlay = {"display": {"mcp": {"alias": "resize"}}}
+    modules = {name: FunctionalModule(echo, metadata=overlay) for name in ("b.late", "a.first")}
+    registry = registry_of(modules)
+    async with connect(registry) as client:
+        assert await listed(client) == ["resize", "b.late"]
+        registry.unregister("a.first")
+        assert await listed(client) == ["resize"]
+        registry.register("resize", FunctionalModule(echo))
+        assert await listed(client) == ["b.late", "resize"]
+    assert caplog.text.count("The alias of module b.late is not used: resize is") == 2

@@ -11,9 +11,8 @@ import json
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import pytest
 from apcore import ACL, ACLRule, Executor, Middleware, ModuleError, Registry
@@ -31,7 +30,6 @@ from apcore.errors import (
     InvalidInputError,
     ModuleNotFoundError,
     ModuleTimeoutError,
-    SchemaNotFoundError,
     SchemaValidationError,
 )
 from conftest import FunctionalModule, connect, echo, registry_of, serving
@@ -45,6 +43,7 @@ from support import (
     everything_logged,
     failure,
     lines_of,
+    text_of,
 )
 
 from apcore_mcp import report_progress
@@ -65,174 +64,74 @@ def raising(make: Callable[[], BaseException], *, awaits: bool = False) -> Funct
 
 WIDTH = {"field": "width", "code": "int_type", "message": "Input should be a valid integer"}
 NESTED = {"field": "parameters.width", "code": "missing", "message": "Field required"}
+PYDANTIC: Any = {"loc": ("size", 0, "width"), "type": "missing", "msg": "Field required"}
 CHAIN = ["chain.alpha", "chain.beta", "chain.alpha"]
-
-TEXTS = [
-    {"field": "", "code": "invalid", "message": "too wide"},
-    {"field": "a?", "code": "?", "message": ""},
-]
-OTHER_FORMS = [
-    {"field": "", "code": "invalid", "message": "too wide"},
-    {"field": "['a', 0]", "code": "invalid", "message": ""},
-]
-
-
-def altered(error: ModuleError, **attributes: Any) -> ModuleError:
-    vars(error).update(attributes)
-    return error
-
-
-class Unreadable(ModuleError):
-    """An error that raises one of its own when it is looked at."""
-
-    raised: type[BaseException] = RuntimeError
-
-    @property
-    def suggestion(self) -> str:  # type: ignore[override]
-        raise self.raised("/etc/passwd")
-
-    @suggestion.setter
-    def suggestion(self, value: object) -> None:
-        pass
-
 
 # The error, what the client is told, and the rest of the report.
 TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
-    "not_found": (
-        lambda: ModuleNotFoundError(module_id="comfyui.workflow.execute"),
-        "Module not found: comfyui.workflow.execute",
-        {"error_type": "MODULE_NOT_FOUND", "retryable": False, "user_fixable": True},
-    ),
-    "not_found_empty": (
-        lambda: ModuleNotFoundError(module_id=""),
-        "Module not found: ",
-        {"error_type": "MODULE_NOT_FOUND"},
-    ),
+    "not_found": (lambda: ModuleNotFoundError(module_id="comfy.flow.execute"), "Module not found: comfy.flow.execute",
+                  {"error_type": "MODULE_NOT_FOUND", "retryable": False, "user_fixable": True}),
+    "not_found_empty": (lambda: ModuleNotFoundError(module_id=""), "Module not found: ", {}),
     "validation": (
         lambda: SchemaValidationError("Input validation failed", errors=[dict(WIDTH), dict(NESTED)]),
         "Input validation failed:\n- width: Input should be a valid integer (int_type)\n"
         "- parameters.width: Field required (missing)",
         {"error_type": "SCHEMA_VALIDATION_ERROR", "user_fixable": True, "error_details": {"errors": [WIDTH, NESTED]}},
     ),
-    "validation_empty": (
-        lambda: SchemaValidationError("Input validation failed", errors=[]),
-        "Input validation failed",
-        {"error_type": "SCHEMA_VALIDATION_ERROR"},
+    "validation_empty": (lambda: SchemaValidationError("Input validation failed", errors=[]),
+                         "Input validation failed", {"error_type": "SCHEMA_VALIDATION_ERROR"}),
+    "validation_of_its_own": (
+        lambda: SchemaValidationError("bad", errors=[{"message": "too wide"}, PYDANTIC]),
+        "Input validation failed:\n- (root): too wide (invalid)\n- size.0.width: Field required (missing)",
+        {"error_details": {"errors": [{"field": "", "code": "invalid", "message": "too wide"},
+                                      {"field": "size.0.width", "code": "missing", "message": "Field required"}]}},
     ),
-    "acl": (
-        lambda: ACLDeniedError(caller_id="mcp_client_123", target_id="admin.delete_all"),
-        "Access denied",
-        {"error_type": "ACL_DENIED", "retryable": False, "user_fixable": False},
-    ),
-    "acl_no_caller": (lambda: ACLDeniedError(None, "admin.delete_all"), "Access denied", {"error_type": "ACL_DENIED"}),
-    "timeout": (
-        lambda: ModuleTimeoutError(module_id="slow.module", timeout_ms=30000),
-        "Module timed out after 30000ms",
-        {
-            "error_type": "MODULE_TIMEOUT",
-            "retryable": True,
-            "user_fixable": False,
-            "error_details": {"timeout_ms": 30000},
-        },
-    ),
-    "timeout_zero": (lambda: ModuleTimeoutError("slow.module", 0), "Module timed out after 0ms", {}),
-    "invalid_input": (
-        lambda: InvalidInputError(message="module_id must be a {non-empty} string"),
-        "Invalid input: module_id must be a {non-empty} string",
-        {"error_type": "GENERAL_INVALID_INPUT", "user_fixable": True},
-    ),
-    "depth": (
-        lambda: CallDepthExceededError(depth=33, max_depth=32, call_chain=CHAIN),
-        "Call depth limit exceeded",
-        {"error_type": "CALL_DEPTH_EXCEEDED"},
-    ),
-    "circular": (
-        lambda: CircularCallError(module_id="chain.alpha", call_chain=CHAIN),
-        "Circular call detected",
-        {"error_type": "CIRCULAR_CALL"},
-    ),
-    "frequency": (
-        lambda: CallFrequencyExceededError(module_id="chain.alpha", count=4, max_repeat=3, call_chain=CHAIN),
-        "Call frequency limit exceeded",
-        {"error_type": "CALL_FREQUENCY_EXCEEDED"},
-    ),
-    "config": (
-        lambda: ConfigError("/etc/passwd is bad"),
-        "Module error: CONFIG_INVALID",
-        {"error_type": "CONFIG_INVALID"},
-    ),
-    "schema_not_found": (lambda: SchemaNotFoundError("/etc/passwd"), "Module error: SCHEMA_NOT_FOUND", {}),
-    "internal": (
-        lambda: InternalError("/etc/passwd is gone"),
-        "Module error: GENERAL_INTERNAL_ERROR",
-        {"error_type": "GENERAL_INTERNAL_ERROR", "retryable": True, "user_fixable": False},
-    ),
-    "custom": (
-        lambda: ModuleError("VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}),
-        "Module error: VENDOR_{CODE}",
-        {"error_type": "VENDOR_{CODE}"},
-    ),
-    # What a module can make of an error, and an answer must survive.
-    "texts": (
-        lambda: SchemaValidationError("bad", errors=[{"message": "too wide"}, {"field": "a\ud800", "code": "\ud800"}]),
-        "Input validation failed:\n- (root): too wide (invalid)\n- a?:  (?)",
-        {"error_type": "SCHEMA_VALIDATION_ERROR", "error_details": {"errors": TEXTS}},
-    ),
-    "other_forms": (
-        lambda: SchemaValidationError("bad", errors=["too wide", {"path": ["a", 0]}]),  # type: ignore[list-item]
-        "Input validation failed:\n- (root): too wide (invalid)\n- ['a', 0]:  (invalid)",
-        {"error_type": "SCHEMA_VALIDATION_ERROR", "error_details": {"errors": OTHER_FORMS}},
-    ),
-    "no_list": (
-        lambda: altered(SchemaValidationError("bad"), details={"errors": 5}),
-        "Internal error occurred",
-        {"error_type": "GENERAL_INTERNAL_ERROR"},
-    ),
+    "acl": (lambda: ACLDeniedError(caller_id="mcp_client_123", target_id="admin.delete_all"), "Access denied",
+            {"error_type": "ACL_DENIED", "retryable": False, "user_fixable": False}),
+    "acl_no_caller": (lambda: ACLDeniedError(None, "admin.delete_all"), "Access denied", {}),
+    "timeout": (lambda: ModuleTimeoutError(module_id="slow.module", timeout_ms=30000), "Module timed out after 30000ms",
+                {"error_type": "MODULE_TIMEOUT", "retryable": True, "error_details": {"timeout_ms": 30000}}),
+    "timeout_zero": (lambda: ModuleTimeoutError("slow.module", 0), "Module timed out after 0ms",
+                     {"error_details": {"timeout_ms": 0}}),
+    "timeout_of_its_own": (lambda: ModuleError("MODULE_TIMEOUT", "too slow"), "Module timed out after 0ms",
+                           {"error_details": {"timeout_ms": 0}}),
+    "invalid_input": (lambda: InvalidInputError(message="a {non-empty} string"), "Invalid input: a {non-empty} string",
+                      {"error_type": "GENERAL_INVALID_INPUT", "user_fixable": True}),
+    "depth": (lambda: CallDepthExceededError(depth=33, max_depth=32, call_chain=CHAIN),
+              "Call depth limit exceeded", {"error_type": "CALL_DEPTH_EXCEEDED"}),
+    "circular": (lambda: CircularCallError(module_id="chain.alpha", call_chain=CHAIN),
+                 "Circular call detected", {"error_type": "CIRCULAR_CALL"}),
+    "frequency": (lambda: CallFrequencyExceededError(module_id="chain.alpha", count=4, max_repeat=3, call_chain=CHAIN),
+                  "Call frequency limit exceeded", {"error_type": "CALL_FREQUENCY_EXCEEDED"}),
+    "config": (lambda: ConfigError("/etc/passwd is bad"),
+               "Module error: CONFIG_INVALID", {"error_type": "CONFIG_INVALID"}),
+    "internal": (lambda: InternalError("/etc/passwd is gone"), "Module error: GENERAL_INTERNAL_ERROR",
+                 {"error_type": "GENERAL_INTERNAL_ERROR", "retryable": True, "user_fixable": False}),
+    "custom": (lambda: ModuleError("VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}),
+               "Module error: VENDOR_{CODE}",
+               {"error_type": "VENDOR_{CODE}", "retryable": None, "user_fixable": None}),
+    "cancelled": (ExecutionCancelledError, "Execution was cancelled", {"error_type": "EXECUTION_CANCELLED"}),
+    "approval": (lambda: ApprovalDeniedError(ApprovalResult("rejected", reason="mcp_client_123"), "admin.delete_all"),
+                 "Approval was denied", {"error_type": "APPROVAL_DENIED"}),
+    # Half of a surrogate pair is nothing that JSON can say.
     "surrogate": (lambda: InvalidInputError("a\ud800b"), "Invalid input: a?b", {}),
     "surrogate_code": (lambda: ModuleError("A\ud800", "m"), "Module error: A?", {"error_type": "A?"}),
-    "surrogate_id": (lambda: ModuleNotFoundError("\udfff"), "Module not found: ?", {}),
-    "number_as_code": (lambda: ModuleError(7, "m"), "Module error: 7", {"error_type": "7"}),  # type: ignore[arg-type]
-    "no_flags": (
-        lambda: ModuleError("FLAGS", "m", retryable=object(), user_fixable=float("nan")),
-        "Module error: FLAGS",
-        {"retryable": None, "user_fixable": None},
-    ),
-    "no_time": (
-        lambda: ModuleTimeoutError("slow.module", float("nan")),  # type: ignore[arg-type]
-        "Internal error occurred",
-        {"error_type": "GENERAL_INTERNAL_ERROR"},
-    ),
-    "raises": (lambda: Unreadable("UNREADABLE", "m"), "Internal error occurred", {}),
-    "exits": (lambda: altered(Unreadable("UNREADABLE", "m"), raised=SystemExit), "Internal error occurred", {}),
-}
-MADE_UP = [*TABLE][[*TABLE].index("texts") :]
+    "surrogate_field": (lambda: SchemaValidationError("bad", [{"field": "a\ud800", "code": "\udfff", "message": "m"}]),
+                        "Input validation failed:\n- a?: m (?)",
+                        {"error_details": {"errors": [{"field": "a?", "code": "?", "message": "m"}]}}),
+}  # fmt: skip
 UNSAID = ("mcp_client_123", "admin.delete_all", "chain.alpha", "chain.beta", "slow.module", "/etc/passwd", "Traceback")
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("/etc/passwd")
-
-
-class UnprintableExit(SystemExit):
-    __str__ = Unprintable.__str__
-
 
 # What is not apcore's, and its class's name in the log (None where Python or apcore raises another in its place).
 UNEXPECTED: dict[str, tuple[Callable[[], BaseException], str | None]] = {
     "runtime_error": (lambda: RuntimeError("disk /etc/passwd full"), "RuntimeError"),
-    "type_error": (lambda: TypeError("/etc/passwd"), "TypeError"),
-    "key_error": (lambda: KeyError("/etc/passwd"), "KeyError"),
     "os_error": (lambda: OSError(2, "No such file", "/etc/passwd"), "FileNotFoundError"),
     "system_exit": (lambda: SystemExit("/etc/passwd"), "SystemExit"),
     "keyboard_interrupt": (lambda: KeyboardInterrupt("/etc/passwd"), "KeyboardInterrupt"),
     "cancelled_error": (lambda: asyncio.CancelledError("/etc/passwd"), "CancelledError"),
     "generator_exit": (lambda: GeneratorExit("/etc/passwd"), "GeneratorExit"),
     "stop_iteration": (lambda: StopIteration("/etc/passwd"), None),
-    "base_group": (lambda: BaseExceptionGroup("/etc/passwd", [KeyboardInterrupt("/etc")]), "BaseExceptionGroup"),
-    "group": (lambda: ExceptionGroup("/etc/passwd", [ValueError("/etc")]), "ExceptionGroup"),
-    "unprintable": (Unprintable, None),
-    "unprintable_exit": (UnprintableExit, "UnprintableExit"),
+    "group": (lambda: BaseExceptionGroup("/etc/passwd", [KeyboardInterrupt("/etc")]), "BaseExceptionGroup"),
 }
 
 
@@ -244,47 +143,35 @@ def spelled(name: str, awaits: bool) -> str:
 def failing() -> Iterator[str]:
     """A server of one sync and one async module for each row of both tables, and of one that works."""
     modules: dict[str, Any] = {"works.fine": echo}
+    rows: dict[str, Any] = {**TABLE, **UNEXPECTED}
     for awaits in (False, True):
-        for name, (make, *_) in {**TABLE, **UNEXPECTED}.items():
+        for name, (make, *_) in rows.items():
             modules[spelled(f"fails.{name}", awaits)] = raising(make, awaits=awaits)
     with serving(registry_of(modules)) as url:
         yield url
 
 
-@pytest.mark.requirement(
-    "FR-ERROR-003",
-    "FR-ERROR-004",
-    "FR-ERROR-005",
-    "FR-ERROR-006",
-    "FR-ERROR-007",
-    "FR-ERROR-008",
-    "FR-ERROR-010",
-    "FR-ERROR-011",
-)
+@pytest.mark.requirement("FR-ERROR-003", "FR-ERROR-004", "FR-ERROR-005", "FR-ERROR-006")
+@pytest.mark.requirement("FR-ERROR-007", "FR-ERROR-008", "FR-ERROR-010", "FR-ERROR-011")
 @pytest.mark.parametrize("name", TABLE)
 async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
     failing: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     make, text, expected = TABLE[name]
-    tools = [spelled(f"fails.{name}", awaits) for awaits in (False, True)]
+    tool = spelled(f"fails.{name}", awaits=len(name) % 2 == 0)
     async with client_of(failing) as client:
-        results = [await client.call_tool(tool, {"caller": 1}) for tool in tools]
-    for result in results:
-        report = failure(result, text)
-        assert {key: report.get(key) for key in expected} == expected
-        if "error_details" not in expected and "timeout" not in name:
-            assert "error_details" not in report
-        assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
+        result = await client.call_tool(tool, {"caller": 1})
+    report = failure(result, text)
+    assert {key: report.get(key) for key in expected} == expected
+    assert ("error_details" in report) == ("error_details" in expected)
+    assert None not in report.values()
+    assert [unsaid for unsaid in UNSAID if unsaid in result.model_dump_json(by_alias=True)] == []
     error = make()
-    logged = str(getattr(error, "message", error)).encode(errors="replace").decode()
-    for tool, record in zip(tools, errors_logged(caplog), strict=True):
-        said = f"Tool call error: {tool} - {type(error).__name__}: "
-        if text == "Internal error occurred":  # it could not be looked at
-            assert record.getMessage().startswith(said)
-        else:
-            assert record.getMessage() == said + logged
-        assert f"Tool call: {tool}" in [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    (record,) = errors_logged(caplog)
+    logged = getattr(error, "message", str(error)).replace("\ud800", "\\ud800")
+    assert record.getMessage() == f"Tool call error: {tool} - {type(error).__name__}: {logged}"
+    assert f"Tool call: {tool}" in [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
 
 
 @pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")
@@ -306,21 +193,12 @@ async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
     (record,) = errors_logged(caplog)
     assert record.getMessage().startswith(f"Tool call error: {tool} - {class_name or ''}")
     written = logging.Formatter("%(message)s").format(record)
-    if class_name is not None:
-        assert f"Tool call error: {tool} - {class_name}: " in written
     assert "Traceback (most recent call last)" in written
     if name != "stop_iteration":  # the interpreter itself drops that one's frames
         assert re.search(r'File ".*test_errors\.py", line \d+, in fail', written)
 
 
-def written(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines that a handler of the package's logger writes."""
-    formatter = logging.Formatter("%(levelname)s %(message)s")
-    ours = [record for record in caplog.records if record.name.startswith("apcore_mcp")]
-    return "\n".join(map(formatter.format, ours)).splitlines()
-
-
-@pytest.mark.requirement("FR-LOG-002", "FR-LOG-003")
+@pytest.mark.requirement("FR-ERROR-011", "FR-LOG-002", "FR-LOG-003")
 async def test_the_log_has_each_call_and_each_error_in_the_words_of_the_specification(
     caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
@@ -328,92 +206,33 @@ async def test_the_log_has_each_call_and_each_error_in_the_words_of_the_specific
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     refused = raising(lambda: SchemaValidationError("Input validation failed", [WIDTH]))
     async with connect({"image.resize": refused}, mode=mode) as client:
-        await client.call_tool("image.resize", {})
-        await client.call_tool("nope.x", {})
-    lines = written(caplog)
-    assert "ERROR Tool call error: image.resize - SchemaValidationError: Input validation failed" in lines
-    assert "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x" in lines
-    assert [line for line in lines if line.startswith("DEBUG Tool call: ")] == [
+        invalid = await client.call_tool("image.resize", {})
+        unknown = await client.call_tool("nope.x", {})
+    assert failure(invalid, "Input validation failed:\n- width: Input should be a valid integer (int_type)")
+    assert failure(unknown, "Module not found: nope.x")["error_type"] == "MODULE_NOT_FOUND"
+    said = [f"{r.levelname} {r.getMessage()}" for r in caplog.records if r.name.startswith("apcore_mcp")]
+    assert "ERROR Tool call error: image.resize - SchemaValidationError: Input validation failed" in said
+    assert "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x" in said
+    assert [line for line in said if line.startswith("DEBUG Tool call: ")] == [
         "DEBUG Tool call: image.resize",
         "DEBUG Tool call: nope.x",
     ]
 
 
-FORGED = "CRITICAL root: the disk is full"
-BREAKS = ["\n", "\r", "\r\n", "\x0b", "\x1b[2J", "\x85", "\u2028", "\u2029"]
+async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Also not by what a module repeats in its error."""
 
-
-def raises_from(make: Callable[[str], Exception]) -> FunctionalModule:
     def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
-        raise make(inputs["name"]) from ValueError(inputs["name"])
+        raise InvalidInputError(inputs["name"])
 
-    return FunctionalModule(fail)
-
-
-async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    """Whatever a module repeats in its error, in the message as in the traceback."""
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-
-    def formatter(value: Any) -> str:
-        raise ValueError(f"no {value['name']}")
-
-    unexpected = raises_from(lambda name: RuntimeError(f"no {name}"))
-    expected = raises_from(lambda name: ModuleError("NO_FILE", f"no {name}"))
-    modules = {"unexpected": unexpected, "expected": expected, "echo": echo}
-    async with connect(modules, mode=mode, output_formatter=formatter) as client:
-        for name in [*modules, "nobody"]:
-            for mark in BREAKS:
-                told = f"{mark}{FORGED}"
-                await client.call_tool(name if name in modules else f"nobody{told}", {"name": told})
-    lines = written(caplog)
-    assert len([line for line in lines if FORGED in line]) > 4 * len(BREAKS), "it is not that nothing is logged"
-    # A traceback is lines of its own; what a handler writes of them cannot be taken for another record.
-    assert [line for line in lines if line.startswith(FORGED)] == []
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", "\n".join(lines))
-    begins = re.compile(r"(DEBUG|INFO|WARNING|ERROR) |  ")
-    assert [line for line in lines if not begins.match(line)] == []
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        pytest.param(ExecutionCancelledError, ["EXECUTION_CANCELLED"], id="cancelled"),
-        pytest.param(
-            lambda: ApprovalDeniedError(ApprovalResult(status="rejected", reason="bob said no"), "admin.wipe"),
-            ["APPROVAL_DENIED", "bob", "admin.wipe"],
-            id="approval",
-        ),
-    ],
-)
-async def test_cancellation_and_refused_approval_get_plain_sentences(
-    make: Callable[[], BaseException], words: list[str]
-) -> None:
-    async with connect({"demo.fail": raising(make)}) as client:
-        report = failure(await client.call_tool("demo.fail", {}))
-    assert report["error_type"] == words[0]
-    assert not [word for word in ("Module error", *words) if word in report["error_message"]]
-    assert not [word for word in words[1:] if word in json.dumps(report)]
-
-
-@pytest.mark.requirement("FR-ERROR-011")
-async def test_the_report_is_the_same_in_both_eras(failing: str, mode: str) -> None:
-    async with client_of(failing, mode) as client:
-        timeout = await client.call_tool("fails.timeout.later", {})
-        validation = await client.call_tool("fails.validation.now", {})
-        exits = await client.call_tool("fails.system_exit.later", {})
-        made_up = {name: await client.call_tool(f"fails.{name}.now", {}) for name in MADE_UP}
-        unknown = await client.call_tool("fails.nothing.here", {})
-    for name, result in made_up.items():
-        failure(result, TABLE[name][1])
-    assert failure(timeout, TABLE["timeout"][1])["error_details"] == {"timeout_ms": 30000}
-    assert failure(validation, TABLE["validation"][1])["error_details"] == {"errors": [WIDTH, NESTED]}
-    failure(exits, "Internal error occurred")
-    assert failure(unknown, "Module not found: fails.nothing.here")["error_type"] == "MODULE_NOT_FOUND"
+    async with connect({"demo.fail": fail}) as client:
+        await client.call_tool("demo.fail", {"name": "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"})
+    (record,) = errors_logged(caplog)
+    assert record.getMessage().endswith(r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J")
 
 
 async def speaking_badly(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-    for number, message in enumerate(("half \ud800", Unprintable(), None)):
-        await report_progress(context, number, 3, message)  # type: ignore[arg-type]
+    await report_progress(context, 1, 3, "half \ud800")
     return {"still": "alive"}
 
 
@@ -429,7 +248,7 @@ async def test_what_a_module_says_beside_its_answer_cannot_break_it(mode: str) -
         (resource,) = (await client.list_resources()).resources
         read = await client.read_resource(resource.uri)
     assert result.structured_content == {"still": "alive"}
-    assert heard[0] == "half ?"
+    assert heard == ["half ?"]
     assert read.contents[0].model_dump()["text"] == "# Half\n\n?"
 
 
@@ -456,9 +275,7 @@ def guarded() -> Iterator[str]:
             "shut.door": echo,
             "outer.shut": calls("shut.door"),
             "slow.later": FunctionalModule(never, resources={"timeout": 40}),
-            "slow.now": FunctionalModule(
-                lambda inputs, context: {"ended": release.wait(30)}, resources={"timeout": 40}
-            ),
+            "slow.now": FunctionalModule(lambda *_: {"ended": release.wait(30)}, resources={"timeout": 40}),
             **{f"deep.m{number}": calls(f"deep.m{number + 1}") for number in range(40)},
             "round.one": calls("round.two"),
             "round.two": calls("round.one"),
@@ -501,14 +318,38 @@ async def test_a_guard_of_the_executor_is_told_without_its_details(
     (record,) = errors_logged(caplog)
     assert re.search(r"Error: .*(door|slow|33|round|often|/etc/passwd)", record.getMessage())
     said = result.model_dump_json(by_alias=True)
-    assert [
-        word for word in ("call_chain", "caller", "@", "door", "deep.", "round.", "often.", "/etc") if word in said
-    ] == []
+    assert not re.search(r"call_chain|caller|@|door|deep\.|round\.|often\.|/etc", said)
+
+
+class Odd(BaseModel):
+    call: Callable[[], int] = int
+
+
+async def wraps(inputs: dict[str, Any], context: Any) -> Any:
+    try:
+        return await context.executor.call_async("inner.login", {"token": SECRET_TEXT}, context)
+    except ModuleError as error:
+        raise RuntimeError("cannot log in") from error
+
+
+async def test_what_a_called_module_may_say_of_its_secrets_is_not_logged_for_its_caller(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is a module without a secret known to have none whose schema cannot be made."""
+    login = raising(lambda: RuntimeError(f"no user has the token {SECRET_TEXT}"))
+    login.input_schema = SECRETIVE
+    modules: dict[str, Any] = {"inner.login": login, "inner.odd": FunctionalModule(echo, input_schema=Odd)}
+    modules |= {"outer.wraps": wraps, "outer.login": calls("inner.login", token=SECRET_TEXT)}
+    async with connect({**modules, "outer.odd": calls("inner.odd")}, mode=mode) as client:
+        for tool in ("outer.wraps", "outer.login", "outer.odd"):
+            failure(await client.call_tool(tool, {}), "Internal error occurred")
+    assert len(errors_logged(caplog)) == 3
+    assert SECRET_TEXT not in everything_logged(caplog)
 
 
 # ---- What a module's author wrote for an agent ----
 
-ADVICE = {"ai_guidance": "Ask for a later day.\ud800", "suggestion": "tomorrow"}
+ADVICE: dict[str, Any] = {"ai_guidance": "Ask for a later day.\ud800", "suggestion": "tomorrow"}
 
 
 def own() -> ModuleError:
@@ -518,20 +359,17 @@ def own() -> ModuleError:
 # Who fails and how, and whether the agent hears the advice.
 ADVISED: list[Any] = [
     pytest.param({"demo.book": raising(own)}, True, id="own-error"),
-    pytest.param({"demo.book": raising(own, awaits=True)}, True, id="own-error-later"),
     pytest.param({"demo.book": raising(lambda: InvalidInputError("no", **ADVICE))}, False, id="code-of-apcore"),
     pytest.param({"demo.book": calls("inner.book"), "inner.book": raising(own)}, False, id="of-a-module-it-called"),
-    pytest.param(
-        {"demo.book": FunctionalModule(raising(own).execute, input_schema=SECRETIVE)}, False, id="sensitive-input"
-    ),
+    pytest.param({"demo.book": FunctionalModule(raising(own).execute, input_schema=SECRETIVE)}, False, id="sensitive"),
 ]
 
 
 @pytest.mark.parametrize(("modules", "told"), ADVISED)
 async def test_the_advice_of_a_modules_author_reaches_the_agent(
-    modules: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture, mode: str
+    modules: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with connect(modules, mode=mode) as client:
+    async with connect(modules) as client:
         report = failure(await client.call_tool("demo.book", {}))
     advice = {key: report[key] for key in ADVICE if key in report}
     if told:
@@ -558,30 +396,35 @@ class Picture(BaseModel):
     tags: list[str] = []
     sizes: list[Size] = []
     kind: Literal["png", "jpeg"] = "png"
+    back: Size | None = None
 
 
-def without_references(schema: dict[str, Any]) -> dict[str, Any]:
-    size = schema["$defs"].pop("Size")
-    return {**schema, "properties": {**schema["properties"], "size": size, "sizes": {"type": "array", "items": size}}}
+class Box(BaseModel):
+    kind: Literal["box"]
+    width: int
+
+
+class Ball(BaseModel):
+    kind: Literal["ball"]
+    radius: int
+
+
+class Parcel(BaseModel):
+    inside: Box | Ball | None = None
+    marked: Annotated[Box | Ball, Field(discriminator="kind")] | None = None
+    note: str | int | None = None
 
 
 PICTURE = {"name": "cat", "size": {"width": 1, "height": 2}}
 TYPE, REQUIRED = {"type", "int_type", "string_type"}, {"required", "missing"}
-EXTRA = {"additionalProperties", "extra_forbidden"}
 
-# The arguments, and each wrong field with the codes that any supported apcore may give for it.
+# The arguments, and each wrong field with the codes that a model or a dict schema may give for it.
 WRONG: list[Any] = [
-    pytest.param({**PICTURE, "name": 5}, {"name": TYPE}, id="type"),
     pytest.param({**PICTURE, "name": "x"}, {"name": {"minLength", "string_too_short"}}, id="length"),
     pytest.param({**PICTURE, "kind": "gif"}, {"kind": {"enum", "literal_error"}}, id="enum"),
     pytest.param({**PICTURE, "size": {"width": "1", "height": 2}}, {"size.width": TYPE}, id="nested"),
-    pytest.param({**PICTURE, "tags": [1, "a", 2]}, {"tags.0": TYPE, "tags.2": TYPE}, id="in-a-list"),
-    pytest.param(
-        {**PICTURE, "sizes": [{"width": 1, "height": None}]}, {"sizes.0.height": TYPE}, id="in-an-object-in-a-list"
-    ),
-    pytest.param({"size": PICTURE["size"]}, {"name": REQUIRED}, id="missing"),
-    pytest.param({}, {"name": REQUIRED, "size": REQUIRED}, id="two-missing"),
-    pytest.param({**PICTURE, "size": {}}, {"size.width": REQUIRED, "size.height": REQUIRED}, id="missing-below"),
+    pytest.param({**PICTURE, "back": {"width": 1, "height": "2"}}, {"back.height": TYPE}, id="optional"),
+    pytest.param({**PICTURE, "back": {}}, {"back.width": REQUIRED, "back.height": REQUIRED}, id="missing-in-optional"),
     pytest.param({**PICTURE, "sizes": [{"width": 1}]}, {"sizes.0.height": REQUIRED}, id="missing-in-a-list"),
     pytest.param(
         {"name": 5, "tags": [None], "size": {"width": []}},
@@ -589,6 +432,18 @@ WRONG: list[Any] = [
         id="several",
     ),
 ]
+# Of a union, what each branch of a model's says, and of a dict schema's those whose tag was given.
+UNIONS: list[Any] = [
+    pytest.param(
+        {"inside": {"kind": "box"}},
+        {"inside.Box.width", "inside.Ball.kind", "inside.Ball.radius"},
+        {"inside.width"},
+        id="objects",
+    ),
+    pytest.param({"marked": {"kind": "ball"}}, {"marked.ball.radius"}, {"marked.radius"},
+                 id="tagged"),
+    pytest.param({"note": []}, {"note.str", "note.int"}, {"note"}, id="simple-types"),
+]  # fmt: skip
 
 
 class Counter(Middleware):
@@ -602,20 +457,24 @@ class Counter(Middleware):
         self.calls.append(module_id)
 
 
+Validating = tuple[str, list[str], Counter, bool]
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
-def validating(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str], Counter, bool]]:
+def validating(request: pytest.FixtureRequest) -> Iterator[Validating]:
     """A server of `Picture` takers, what ran on it, and what its Executor saw; with and without validate_inputs."""
     ran: list[str] = []
 
     def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         ran.append("ran")
-        return {}
+        return {"given": inputs}
 
     registry = registry_of(
         {
             "takes.model": FunctionalModule(run, input_schema=Picture),
-            "takes.dict": FunctionalModule(run, input_schema=without_references(Picture.model_json_schema())),
-            "takes.ref": FunctionalModule(run, input_schema=Picture.model_json_schema()),
+            "takes.dict": FunctionalModule(run, input_schema=Picture.model_json_schema()),
+            "parcel.model": FunctionalModule(run, input_schema=Parcel),
+            "parcel.dict": FunctionalModule(run, input_schema=Parcel.model_json_schema()),
         }
     )
     counter = Counter()
@@ -626,46 +485,47 @@ def validating(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str],
 @pytest.mark.requirement("FR-ERROR-002")
 @pytest.mark.parametrize(("arguments", "expected"), WRONG)
 async def test_each_wrong_argument_is_named_with_its_path(
-    validating: tuple[str, list[str], Counter, bool], arguments: dict[str, Any], expected: dict[str, set[str]]
+    validating: Validating, arguments: dict[str, Any], expected: dict[str, set[str]]
 ) -> None:
     url, ran, counter, before_executor = validating
     ran.clear()
     counter.calls.clear()
     async with client_of(url) as client:
-        results = [await client.call_tool(tool, arguments) for tool in ("takes.model", "takes.dict", "takes.ref")]
+        results = [await client.call_tool(tool, arguments) for tool in ("takes.model", "takes.dict")]
     for result in results:
         report = failure(result)
         lines = lines_of(report)
         assert sorted(field for field, _, _ in lines) == sorted(expected)
         assert [line for line in lines if line[2] not in expected[line[0]]] == []
+        assert [message for _, message, code in lines if code in REQUIRED and message != "Field required"] == []
         assert report["error_type"] == "SCHEMA_VALIDATION_ERROR"
         assert report["user_fixable"] is True
     assert ran == []
-    if before_executor:
-        assert counter.calls == []
+    assert bool(counter.calls) != before_executor
 
 
-@pytest.mark.parametrize("tool", ["takes.model", "takes.dict"])
-async def test_an_argument_too_many_is_an_error_of_its_parent(
-    validating: tuple[str, list[str], Counter, bool], tool: str
+@pytest.mark.parametrize(("arguments", "of_model", "of_dict"), UNIONS)
+async def test_of_a_union_all_branches_for_such_a_value_are_told(
+    validating: Validating, arguments: dict[str, Any], of_model: set[str], of_dict: set[str]
 ) -> None:
+    """The design's "Errors": what an agent needs to repair its call; of no branch is known that it was meant."""
     async with client_of(validating[0]) as client:
-        report = failure(await client.call_tool(tool, {**PICTURE, "color": "red"}))
-        fine = await client.call_tool(tool, PICTURE)
-    ((_, message, code),) = lines_of(report)
-    assert code in EXTRA
+        for tool, expected in (("parcel.model", of_model), ("parcel.dict", of_dict)):
+            lines = lines_of(failure(await client.call_tool(tool, arguments)))
+            assert {field for field, _, _ in lines} == expected
+            assert "under any of" not in json.dumps(lines)
+
+
+async def test_an_argument_too_many_is_told_and_the_right_ones_reach_the_module(validating: Validating) -> None:
+    async with client_of(validating[0]) as client:
+        of_model = failure(await client.call_tool("takes.model", {**PICTURE, "color": "red"}))
+        of_dict = failure(await client.call_tool("takes.dict", {**PICTURE, "color": "red"}))
+        fine = await client.call_tool("takes.model", PICTURE)
+    assert lines_of(of_model) == [("color", "Extra inputs are not permitted", "extra_forbidden")]
+    ((_, message, code),) = lines_of(of_dict)
+    assert (code, "'color'" in message) == ("additionalProperties", True)
     assert "red" not in message
-    assert fine.is_error is False
-
-
-async def test_right_arguments_reach_the_module_with_validate_inputs(mode: str) -> None:
-    module = FunctionalModule(echo, input_schema=Picture)
-    async with connect({"takes.model": module}, mode=mode, validate_inputs=True) as client:
-        good = await client.call_tool("takes.model", PICTURE)
-        bad = await client.call_tool("takes.model", {**PICTURE, "name": 5})
-    assert good.structured_content == PICTURE
-    ((field, _, _),) = lines_of(failure(bad))
-    assert field == "name"
+    assert fine.structured_content == {"given": PICTURE}
 
 
 class Answer(BaseModel):
@@ -676,17 +536,15 @@ class Answer(BaseModel):
 @pytest.mark.parametrize("schema", [Answer, Answer.model_json_schema()], ids=["model", "dict"])
 async def test_a_wrong_output_is_the_modules_fault_and_its_values_stay_inside(schema: Any) -> None:
     def answer(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"count": "inner-value", "nested": {"width": "other-value", "height": 1}}
+        return {"count": "inner-value", "nested": {"width": "other-value"}}
 
     async with connect({"gives.wrong": FunctionalModule(answer, output_schema=schema)}) as client:
         result = await client.call_tool("gives.wrong", {})
     report = failure(result)
-    text = report["error_message"]
+    told = {field: message for field, message, _ in lines_of(report, "Output validation failed:")}
+    wrong = "Value is not valid"
+    assert told == {"count": wrong, "nested.width": wrong, "nested": "Field required"}
     assert report["user_fixable"] is False
-    assert text.startswith("Output validation failed:\n- ")
-    assert "Input" not in text
-    assert "count" in text
-    assert "nested.width" in text
     assert [v for v in ("inner-value", "other-value") if v in result.model_dump_json(by_alias=True)] == []
 
 
@@ -714,121 +572,15 @@ async def test_the_mistake_of_a_module_that_calls_another_is_not_the_clients(
     assert "width" in errors_logged(caplog)[0].getMessage()
 
 
-# ---- Where a value may be of several kinds ----
-
-
-class Address(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    street: str
-    zip: str
-
-
-class Cat(BaseModel):
-    kind: Literal["cat"]
-    lives: int
-    color: Literal["black", "red"] = "red"
-
-
-class Dog(BaseModel):
-    kind: Literal["dog"]
-    name: str
-
-
-class Wild(BaseModel):
-    kind: Literal["wolf", "lynx"]
-    name: str
-
-
-class Parcel(BaseModel):
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    address: Address | None = None
-    stops: list[Address | None] = []
-    pet: Cat | Dog | None = None
-    pets: list[Cat | Dog] = []
-    beast: Cat | Wild | None = None
-    told_apart: Annotated[Cat | Dog, Field(discriminator="kind")] | None = None
-    by_name: dict[str, Address | list[Address]] = {}
-    limit: int | list[int] = 0
-    from_: int = Field(0, alias="from")
-    note: str | int | None = None
-
-
-HOME = {"street": "Elm", "zip": "1"}
-
-# The arguments, and the path of each wrong field.
-MEANT: list[Any] = [
-    pytest.param({"address": {"street": "Elm"}}, ["address.zip"], id="optional"),
-    pytest.param({"address": {"street": "Elm"}, "limit": "x"}, ["address.zip", "limit"], id="beside-another"),
-    pytest.param({"stops": [HOME, {"zip": "1"}, {}]}, ["stops.1.street", "stops.2.street", "stops.2.zip"], id="list"),
-    pytest.param({"pet": {"kind": "cat"}}, ["pet.lives"], id="by-its-tag"),
-    pytest.param({"beast": {"kind": "wolf"}}, ["beast.name"], id="by-one-of-its-tags"),
-    pytest.param({"beast": {"kind": "cat", "name": "Tom"}}, ["beast.lives"], id="by-its-tag-beside-one-of-several"),
-    pytest.param({"pet": {"kind": "cat", "lives": "9"}}, ["pet.lives"], id="tag-and-wrong-value"),
-    pytest.param({"pet": {"kind": "cat", "color": "blue"}}, ["pet.color", "pet.lives"], id="tag-and-wrong-choice"),
-    pytest.param({"pet": 5}, ["pet"], id="of-no-kind"),
-    pytest.param({"pets": [{"kind": "dog"}, {"kind": "cat"}]}, ["pets.0.name", "pets.1.lives"], id="tags-in-a-list"),
-    pytest.param({"told_apart": {"kind": "cat"}}, ["told_apart.lives"], id="discriminated"),
-    pytest.param({"by_name": {"list": {"zip": "1"}}}, ["by_name.list.street"], id="object-or-list"),
-    pytest.param({"by_name": {"a": [{"zip": "1"}]}}, ["by_name.a.0.street"], id="list-or-object"),
-    pytest.param({"limit": [1, "x"]}, ["limit.1"], id="list-or-number"),
-    pytest.param({"note": []}, ["note", "note"], id="two-simple-types"),
-    pytest.param({"from": "x"}, ["from"], id="alias"),
-]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
-def parcels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server of modules that take a `Parcel`, by the model and by its schema."""
-    schemas: dict[str, Any] = {"takes.model": Parcel, "takes.dict": Parcel.model_json_schema()}
-    modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in schemas.items()}
-    with serving(registry_of(modules), validate_inputs=request.param) as url:
-        yield url
-
-
-@pytest.mark.parametrize("tool", ["takes.model", "takes.dict"])
-@pytest.mark.parametrize(("arguments", "fields"), MEANT)
-async def test_of_a_union_only_the_branch_that_was_meant_is_told(
-    parcels: str, tool: str, arguments: dict[str, Any], fields: list[str]
-) -> None:
-    """FR-ERROR-002, and the design's "Errors": what an agent needs to repair its call, and nothing that misleads it."""
-    async with client_of(parcels) as client:
-        lines = lines_of(failure(await client.call_tool(tool, arguments)))
-    if "note" in fields and tool == "takes.model":
-        lines = [line for line in lines if line[0] == "note"]
-    assert sorted({field for field, _, _ in lines}) == sorted({*fields})
-    said = json.dumps(lines)
-    assert [word for word in ("Cat", "Dog", "Wild", "Address", "under any of") if word in said] == []
-    if "pet" in arguments and arguments["pet"] != 5:
-        assert "kind" not in said
-
-
-async def test_an_unknown_argument_is_named_with_its_path(parcels: str) -> None:
-    arguments = {"colour": 1, "address": {**HOME, "city": "x"}}
-    async with client_of(parcels) as client:
-        lines = lines_of(failure(await client.call_tool("takes.model", arguments)))
-    assert sorted(lines) == [
-        ("address.city", "Extra inputs are not permitted", "extra_forbidden"),
-        ("colour", "Extra inputs are not permitted", "extra_forbidden"),
-    ]
-
-
-async def test_what_middleware_fills_in_is_not_asked_of_the_client() -> None:
-    """The client has nothing to say of a field that the operator's own code adds before the arguments are validated."""
-
-    class Tenant(Middleware):
+async def test_arguments_that_middleware_spoils_are_told_as_apcore_found_them() -> None:
+    class Spoils(Middleware):
         def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return {**inputs, "tenant": "ours"}
+            return {**inputs, "width": "wide"}
 
-    class Order(BaseModel):
-        tenant: str
-        count: int
-
-    registry = registry_of({"takes.order": FunctionalModule(echo, input_schema=Order)})
-    async with connect(Executor(registry, middlewares=[Tenant()])) as client:
-        wrong = failure(await client.call_tool("takes.order", {"count": "x"}))
-        right = await client.call_tool("takes.order", {"count": 1})
-    assert [field for field, _, _ in lines_of(wrong)] == ["count"]
-    assert right.is_error is False
+    registry = registry_of({"takes.size": FunctionalModule(echo, input_schema=Size)})
+    async with connect(Executor(registry, middlewares=[Spoils()])) as client:
+        wrong = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))
+    assert lines_of(wrong) == [("width", "Input should be a valid integer", "type")]
 
 
 # ---- Functions ----
@@ -870,16 +622,33 @@ async def test_an_argument_that_a_function_does_not_take_is_named_before_it_runs
 
 # ---- What a client can make an answer cost ----
 
+SLOW = Field(pattern=r"^(\w+\s?)+$")
 
-class Title(BaseModel):
-    title: Annotated[str, Field(pattern=r"^(\w+\s?)+$")] = ""
-    titles: dict[Annotated[str, Field(pattern=r"^(\w+\s?)+$")], int] = {}
+
+class Costly(BaseModel):
+    title: Annotated[str, SLOW] = ""
+    titles: dict[Annotated[str, SLOW], int] = {}
     tags: set[int | str] = set()
+    names: list[str] = []
+    name: Literal["x"] = "x"
+    by_name: dict[str, int] = {}
     need: int
 
 
+KINDS = [{"properties": {"kind": {"const": f"k{i}"}}, "required": [f"v{i}"]} for i in range(2_000)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
+def costly(request: pytest.FixtureRequest) -> Iterator[str]:
+    schema = {"type": "object", "properties": {"pet": {"anyOf": KINDS}}}
+    listed = {"type": "object", "properties": {"names": {"items": {"type": "string"}}, "name": {"type": "null"}}}
+    schemas: dict[str, Any] = {"takes.model": Costly, "takes.dict": listed, "takes.pets": schema}
+    modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in schemas.items()}
+    with serving(registry_of(modules), validate_inputs=request.param) as url:
+        yield url
+
+
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("validate_inputs", [False, True])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -888,69 +657,40 @@ class Title(BaseModel):
         pytest.param({"tags": [i if i % 2 else f"t{i}" for i in range(12_000)]}, id="unique-items"),
     ],
 )
-async def test_values_are_not_looked_at_for_longer_than_by_the_model(
-    arguments: dict[str, Any], validate_inputs: bool
-) -> None:
+async def test_values_are_not_looked_at_for_longer_than_by_the_model(costly: str, arguments: dict[str, Any]) -> None:
     """To Python's `re` 28 letters take a minute, and to jsonschema a set of 12,000; the model takes milliseconds."""
-    registry = registry_of({"takes.title": FunctionalModule(echo, input_schema=Title)})
-    async with connect(registry, validate_inputs=validate_inputs) as client:
-        lines = lines_of(failure(await client.call_tool("takes.title", arguments)))
+    async with client_of(costly) as client:
+        lines = lines_of(failure(await client.call_tool("takes.model", arguments)))
     assert ("need", "Field required", "missing") in lines
 
 
-@pytest.mark.timeout(30)
-async def test_a_union_of_many_kinds_is_looked_at_once_for_each_error_that_is_told() -> None:
-    """2,000 kinds took 19 seconds: each of 4,000 errors was looked up in all of them, and 20 are told."""
-    integer = {"type": "integer"}
-    kinds = [
-        {"properties": {"kind": {"const": f"k{i}"}, f"v{i}": integer}, "required": [f"v{i}"]} for i in range(2_000)
-    ]
-    schema = {"type": "object", "properties": {"pet": {"type": "object", "anyOf": kinds}}}
-    async with connect({"takes.pets": FunctionalModule(echo, input_schema=schema)}) as client:
-        started = time.process_time()
-        lines = lines_of(failure(await client.call_tool("takes.pets", {"pet": {"kind": "k"}})))
-        assert time.process_time() - started < 5
-    assert len(lines) == 20
-
-
-@pytest.mark.parametrize("validate_inputs", [False, True])
-@pytest.mark.parametrize("schema", ["model", "dict"])
-async def test_an_answer_lists_twenty_errors_and_shortens_each(
-    schema: str, validate_inputs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Names(BaseModel):
-        names: list[str] = []
-        name: Literal["x"] = "x"
-        by_name: dict[str, int] = {}
-
-    registry = registry_of(
-        {"takes.names": FunctionalModule(echo, input_schema=Names if schema == "model" else Names.model_json_schema())}
-    )
-    async with connect(registry, validate_inputs=validate_inputs) as client:
-        many = await client.call_tool("takes.names", {"names": [*range(10_000)]})
-        long = await client.call_tool("takes.names", {"name": "y" * 200_000})
-        named = await client.call_tool("takes.names", {"by_name": {"y" * 200_000: "z"}})
-    assert [field for field, _, _ in lines_of(failure(many))] == [f"names.{i}" for i in range(20)]
+async def test_an_answer_lists_twenty_errors_and_shortens_each(costly: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with client_of(costly) as client:
+        for tool in ("takes.model", "takes.dict"):
+            many = lines_of(failure(await client.call_tool(tool, {"names": [*range(10_000)], "need": 1})))
+            assert [field for field, _, _ in many] == [f"names.{i}" for i in range(20)]
+        kinds = lines_of(failure(await client.call_tool("takes.pets", {"pet": {"kind": "k"}})))
+        assert len(kinds) == 20
+        long = await client.call_tool("takes.dict", {"name": "y" * 200_000})
+        named = await client.call_tool("takes.model", {"by_name": {"y" * 200_000: "z"}, "need": 1})
     for result in (long, named):
         ((field, message, _),) = lines_of(failure(result))
-        assert len(field) + len(message) <= 2000
-    assert max(len(record.getMessage()) for record in errors_logged(caplog)) < 50_000
+        assert 1000 <= len(field) + len(message) <= 2000
+    assert max(len(record.getMessage()) for record in errors_logged(caplog)) < 20_000
 
 
-class Keyring(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    keys: dict[str, int] = Field({}, json_schema_extra={"x-sensitive": True})
-    either: Annotated[Address | None, Field(json_schema_extra={"x-sensitive": True})] = None
+async def test_errors_that_are_texts_are_told(mode: str) -> None:
+    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise SchemaValidationError("no", cast(Any, ["the first is wrong"]))
+
+    async with connect({"demo.fail": fail}, mode=mode) as client:
+        result = await client.call_tool("demo.fail", {})
+    assert text_of(result) == "Input validation failed:\n- (root): the first is wrong (invalid)"
 
 
-@pytest.mark.parametrize("validate_inputs", [False, True])
-async def test_a_name_inside_of_a_secret_that_its_schema_does_not_know_is_told_nowhere(
-    validate_inputs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    registry = registry_of({"takes.keys": FunctionalModule(echo, input_schema=Keyring)})
-    arguments = {"keys": {SECRET_TEXT: "x"}, "either": {"street": "Elm", SECRET_TEXT: 1}, "other": 1}
-    async with connect(registry, validate_inputs=validate_inputs) as client:
-        result = await client.call_tool("takes.keys", arguments)
-    fields = [field for field, _, _ in lines_of(failure(result))]
-    assert sorted(fields) == ["either.*", "either.zip", "keys.*", "other"]
-    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+async def test_of_a_union_by_a_tag_the_faults_are_those_of_the_tag_that_was_given() -> None:
+    first = {"properties": {"t": {"const": "x"}, "v": {"type": "integer"}}, "required": ["t", "v"]}
+    schema = {"type": "object", "properties": {"a": {"oneOf": [first, {"properties": {"t": {"const": "y"}}}]}}}
+    async with connect({"demo.tag": FunctionalModule(echo, input_schema=schema)}) as client:
+        result = await client.call_tool("demo.tag", {"a": {"t": "x"}})
+    assert text_of(result) == "Input validation failed:\n- a.v: Field required (required)"

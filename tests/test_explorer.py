@@ -1,14 +1,12 @@
 """The Tool Explorer's routes (FR-EXPLORER-001 to -006), and who may use them. What the page does is in
-test_explorer_browser.py."""
+test_explorer_page.py."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
+import contextlib
 import hashlib
-import json
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from datetime import date
 from typing import Any
 from urllib.parse import urljoin
@@ -16,11 +14,16 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleExample
-from conftest import FunctionalModule, echo, registry_of, serving
+from conftest import FunctionalModule, echo, registry_of
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from apcore_mcp import async_serve, elicit, serve
 
 SIZE = {"type": "object", "properties": {"width": {"type": "integer"}}, "required": ["width"]}
+PICTURE = {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}
+JSON = {"Content-Type": "application/json"}
+ran: list[Any] = []
 
 
 def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -28,73 +31,78 @@ def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 
 
 async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    ran.append(inputs)
     return {"answer": await elicit(context, "Sure?")}
 
 
-def modules() -> dict[str, Any]:
-    picture = {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}
-    drawing = {"type": "object", "properties": {"picture": picture, "n": {"type": "integer"}}}
-    return {
-        "image.resize": FunctionalModule(
-            echo,
-            input_schema=SIZE,
-            description="Resize an image",
-            documentation="Resize an image\n\n# Resize",
-            annotations=ModuleAnnotations(idempotent=True, requires_approval=True),
-            examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"inputs": {}}],
-        ),
-        "t.draw": FunctionalModule(lambda inputs, context: {"picture": "AAAA", "n": 1}, output_schema=drawing),
-        "t.fail": fail,
-        "t.ask": ask,
-    }
+MODULES = {
+    "image.resize": FunctionalModule(
+        echo,
+        input_schema=SIZE,
+        description="Resize an image",
+        documentation="Resize an image\n\n# Resize",
+        annotations=ModuleAnnotations(idempotent=True, requires_approval=True),
+        examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"inputs": {}}],
+    ),
+    "t.draw": FunctionalModule(
+        lambda inputs, context: {"picture": "AAAA", "n": 1},
+        output_schema={"type": "object", "properties": {"picture": PICTURE, "n": {"type": "integer"}}},
+    ),
+    "t.fail": fail,
+    "t.ask": ask,
+}
 
 
-@pytest.fixture(scope="module")
-def explorer() -> Iterator[httpx.Client]:
-    """A client of an Explorer that may execute."""
-    options = {"explorer": True, "allow_execute": True}
-    with serving(registry_of(modules()), **options) as url, httpx.Client(base_url=url, timeout=30) as client:
-        yield client
+@contextlib.asynccontextmanager
+async def explorer(acl: ACL | None = None, mounted: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an Explorer that may execute, unless `options` say otherwise."""
+    executor = Executor(registry_of(MODULES), acl=acl)
+    async with async_serve(executor, **{"explorer": True, "allow_execute": True, **options}) as app:
+        transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            yield client
 
 
 # ---- What it shows ----
 
 
 @pytest.mark.requirement("FR-EXPLORER-001", "FR-EXPLORER-006")
-@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-@pytest.mark.parametrize("prefix", ["/explorer", "/custom/", "/a/b"])
-def test_the_page_is_where_the_prefix_says(transport: str, prefix: str) -> None:
-    options = {"explorer": True, "explorer_prefix": prefix, "transport": transport}
-    with serving(registry_of(modules()), **options) as url, httpx.Client(base_url=url) as client:
-        at = prefix.rstrip("/")
-        assert client.get(f"{at}/").headers["content-type"] == "text/html; charset=utf-8"
-        assert client.get(at, follow_redirects=True).url.path == f"{at}/"
-        assert len(client.get(f"{at}/tools").json()) == 4
-        endpoint = client.get(f"{at}/server").json()["endpoint"]
-        assert urljoin(f"{at}/", endpoint) == ("/sse" if transport == "sse" else "/mcp")
-        assert (client.get("/explorer/").status_code == 404) == (at != "/explorer")
+@pytest.mark.parametrize(
+    ("prefix", "transport", "mounted"),
+    [("/explorer", "streamable-http", ""), ("/custom/", "sse", ""), ("/a/b", "streamable-http", "/agents")],
+)
+async def test_the_page_is_where_the_prefix_says(prefix: str, transport: str, mounted: str) -> None:
+    async with explorer(explorer_prefix=prefix, transport=transport, mounted=mounted) as client:
+        at = mounted + prefix.rstrip("/")
+        assert (await client.get(f"{at}/")).headers["content-type"] == "text/html; charset=utf-8"
+        assert (await client.get(at, follow_redirects=True)).url.path == f"{at}/"
+        assert (await client.post(f"{at}/", json={})).status_code == 405
+        assert len((await client.get(f"{at}/tools")).json()) == 4
+        endpoint = (await client.get(f"{at}/server")).json()["endpoint"]
+        assert urljoin(f"{at}/", endpoint) == mounted + ("/sse" if transport == "sse" else "/mcp")
+        assert (await client.post(f"{at}/tools/t.ask/call", json={})).json() == {"result": {"answer": None}}
+        assert ((await client.get("/explorer/")).status_code == 404) == (at != "/explorer")
 
 
 @pytest.mark.requirement("FR-EXPLORER-001")
-@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-def test_without_explorer_nothing_of_it_is_there(transport: str) -> None:
-    with serving(registry_of(modules()), transport=transport, allow_execute=True) as url:
-        assert httpx.get(f"{url}/explorer/").status_code == 404
-        assert httpx.get(f"{url}/explorer/tools").status_code == 404
-        assert httpx.post(f"{url}/explorer/tools/t.ask/call", json={}).status_code == 404
+async def test_without_explorer_nothing_of_it_is_there() -> None:
+    async with explorer(explorer=False) as client:
+        assert (await client.get("/explorer/")).status_code == 404
+        assert (await client.get("/explorer/tools")).status_code == 404
+        assert (await client.post("/explorer/tools/t.ask/call", json={})).status_code == 404
 
 
-def test_the_server_says_what_it_is() -> None:
-    options = {"name": "house", "version": "2.1", "instructions": "Knock.", "transport": "sse", "allow_execute": True}
-    with serving(registry_of(modules()), explorer=True, **options) as url:
-        told = httpx.get(f"{url}/explorer/server").json()
-    expected = {key: value for key, value in options.items() if key != "allow_execute"}
-    assert told == {**expected, "endpoint": "../sse", "allowExecute": True}
+async def test_the_server_says_what_it_is() -> None:
+    options = {"name": "house", "version": "2.1", "instructions": "Knock.", "transport": "sse"}
+    async with explorer(**options) as client:
+        told = (await client.get("/explorer/server")).json()
+    assert told == {**options, "endpoint": "../sse", "allowExecute": True}
 
 
 @pytest.mark.requirement("FR-EXPLORER-002")
-def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
-    tools = explorer.get("/explorer/tools").json()
+async def test_the_list_has_a_summary_of_every_tool() -> None:
+    async with explorer() as client:
+        tools = (await client.get("/explorer/tools")).json()
     assert [tool["name"] for tool in tools] == ["image.resize", "t.ask", "t.draw", "t.fail"]
     summary = tools[0]
     assert summary["description"] == "Resize an image"
@@ -106,41 +114,32 @@ def test_the_list_has_a_summary_of_every_tool(explorer: httpx.Client) -> None:
 
 
 @pytest.mark.requirement("FR-EXPLORER-003")
-@pytest.mark.parametrize("name", ["image.resize", "image-resize"])
-def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know(explorer: httpx.Client, name: str) -> None:
-    tool = explorer.get(f"/explorer/tools/{name}").json()
+async def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know() -> None:
+    async with explorer() as client:
+        tool, same = [(await client.get(f"/explorer/tools/image{dot}resize")).json() for dot in ".-"]
+    assert tool == same
     assert tool["name"] == "image.resize"
     assert tool["inputSchema"] == SIZE
     assert tool["documentation"] == "# Resize"
     assert [(e["title"], e["inputs"]) for e in tool["examples"]] == [("small", {"width": 9, "day": "2026-02-03"})]
 
 
-def test_names_are_spelled_as_clients_are_told_them() -> None:
-    with serving(registry_of(modules()), explorer=True, tool_names="portable") as url:
-        assert httpx.get(f"{url}/explorer/tools").json()[0]["name"] == "image-resize"
-        assert httpx.get(f"{url}/explorer/tools/image.resize").json()["name"] == "image-resize"
+async def test_names_are_spelled_as_clients_are_told_them() -> None:
+    async with explorer(tool_names="portable") as client:
+        assert (await client.get("/explorer/tools")).json()[0]["name"] == "image-resize"
+        assert (await client.get("/explorer/tools/image.resize")).json()["name"] == "image-resize"
 
 
-@pytest.mark.parametrize("options", [{"prefix": "image."}, {"tags": ["public"]}])
-def test_only_listed_tools_can_be_seen_or_run(options: dict[str, Any]) -> None:
-    with serving(registry_of(modules()), explorer=True, allow_execute=True, **options) as url:
-        assert httpx.get(f"{url}/explorer/tools/t.fail").status_code == 404
-        assert httpx.post(f"{url}/explorer/tools/t.fail/call", json={}).status_code == 404
-
-
-async def test_the_endpoint_is_told_relative_to_the_page_wherever_the_app_is_mounted() -> None:
-    from starlette.applications import Starlette
-    from starlette.routing import Mount
-
-    async with async_serve(registry_of(modules()), explorer=True) as app:
-        outer = Starlette(routes=[Mount("/agents", app)])
-        transport = httpx.ASGITransport(app=outer)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            assert (await client.get("/agents/explorer/")).status_code == 200
-            assert (await client.get("/agents/explorer/server")).json()["endpoint"] == "../mcp"
+async def test_only_listed_tools_can_be_seen_or_run() -> None:
+    async with explorer(prefix="image.") as client:
+        assert (await client.get("/explorer/tools/t.fail")).status_code == 404
+        assert (await client.post("/explorer/tools/t.fail/call", json={})).status_code == 404
 
 
 # ---- What it runs ----
+
+CRASHED = {"status": "failure", "error_type": "MODULE_EXECUTE_ERROR", "error_message": "Internal error occurred"}
+DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
@@ -148,45 +147,22 @@ async def test_the_endpoint_is_told_relative_to_the_page_wherever_the_app_is_mou
     ("name", "body", "status", "answer"),
     [
         pytest.param("image.resize", {"width": 800}, 200, {"result": {"width": 800}}, id="result"),
-        pytest.param(
-            "t.draw",
-            {},
-            200,
-            {"result": {"n": 1}, "content": [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]},
-            id="image",
-        ),
+        pytest.param("t.draw", {}, 200, {"result": {"n": 1}, "content": DRAWN}, id="image"),
         pytest.param("t.ask", {}, 200, {"result": {"answer": None}}, id="nobody-can-be-asked"),
         pytest.param("foo", {}, 404, {"error": "Tool 'foo' not found"}, id="unknown"),
-        pytest.param(
-            "t.fail",
-            {},
-            500,
-            {
-                "error": "Internal error occurred",
-                "status": "failure",
-                "error_type": "MODULE_EXECUTE_ERROR",
-                "error_message": "Internal error occurred",
-            },
-            id="failure",
-        ),
+        pytest.param("t.fail", {}, 500, {"error": "Internal error occurred", **CRASHED}, id="failure"),
     ],
 )
-def test_a_call_is_answered_in_json(
-    explorer: httpx.Client, name: str, body: dict[str, Any], status: int, answer: dict[str, Any]
-) -> None:
-    response = explorer.post(f"/explorer/tools/{name}/call", json=body)
+async def test_a_call_is_answered_in_json(name: str, body: Any, status: int, answer: Any) -> None:
+    """The result is JSON whatever an output formatter makes of the text that clients get."""
+    async with explorer(output_formatter=lambda value: "a text") as client:
+        response = await client.post(f"/explorer/tools/{name}/call", json=body)
     assert (response.status_code, response.json()) == (status, answer)
 
 
-def test_a_result_is_json_whatever_an_output_formatter_makes_of_the_text() -> None:
-    options = {"explorer": True, "allow_execute": True, "output_formatter": lambda value: "a text"}
-    with serving(registry_of(modules()), **options) as url:
-        response = httpx.post(f"{url}/explorer/tools/image.resize/call", json={"width": 800})
-    assert response.json() == {"result": {"width": 800}}
-
-
-def test_wrong_input_is_told_with_its_field(explorer: httpx.Client) -> None:
-    response = explorer.post("/explorer/tools/image.resize/call", json={"width": "wide"})
+async def test_wrong_input_is_told_with_its_field() -> None:
+    async with explorer() as client:
+        response = await client.post("/explorer/tools/image.resize/call", json={"width": "wide"})
     told = response.json()
     assert response.status_code == 400
     assert told["error"].startswith("Input validation failed:\n- width: ")
@@ -195,72 +171,52 @@ def test_wrong_input_is_told_with_its_field(explorer: httpx.Client) -> None:
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
-def test_execution_is_off_unless_allowed() -> None:
-    with serving(registry_of(modules()), explorer=True) as url:
-        assert httpx.get(f"{url}/explorer/server").json()["allowExecute"] is False
+async def test_execution_is_off_unless_allowed() -> None:
+    async with explorer(allow_execute=False) as client:
+        assert (await client.get("/explorer/server")).json()["allowExecute"] is False
         for name in ("image.resize", "foo"):
-            response = httpx.post(f"{url}/explorer/tools/{name}/call", json={"width": 1})
+            response = await client.post(f"/explorer/tools/{name}/call", json={"width": 1})
             assert (response.status_code, response.json()) == (403, {"error": "Tool execution is disabled"})
 
 
-def test_a_call_goes_through_the_whole_executor() -> None:
-    acl = ACL([ACLRule(callers=["*"], targets=["*"], effect="deny")])
-    with serving(Executor(registry_of(modules()), acl=acl), explorer=True, allow_execute=True) as url:
-        response = httpx.post(f"{url}/explorer/tools/t.ask/call", json={})
-    assert (response.status_code, response.json()["error"]) == (500, "Access denied")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"acl": ACL([ACLRule(callers=["*"], targets=["*"], effect="deny")])}, "Access denied"),
+        ({"approval": "require"}, "Approval was denied"),
+    ],
+)
+async def test_a_call_goes_through_the_whole_executor(options: dict[str, Any], told: str) -> None:
+    async with explorer(**options) as client:
+        response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
+    assert (response.status_code, response.json()["error"]) == (500, told)
 
 
-def test_a_tool_that_needs_approval_is_refused_where_it_is_required() -> None:
-    with serving(registry_of(modules()), explorer=True, allow_execute=True, approval="require") as url:
-        response = httpx.post(f"{url}/explorer/tools/image.resize/call", json={"width": 1})
-    assert (response.status_code, response.json()["error"]) == (500, "Approval was denied")
+async def test_a_body_that_is_no_object_is_told_so() -> None:
+    error = {"error": "Request body must be a JSON object: the tool's arguments"}
+    async with explorer() as client:
+        for body in (b"", b"[]", b"{", b'{"a": NaN}', b"\xff"):
+            response = await client.post("/explorer/tools/t.ask/call", content=body, headers=JSON)
+            assert (response.status_code, response.json()) == (400, error), body
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff"])
-def test_a_body_that_is_no_object_is_told_so(explorer: httpx.Client, body: bytes) -> None:
-    headers = {"Content-Type": "application/json"}
-    response = explorer.post("/explorer/tools/t.ask/call", content=body, headers=headers)
-    assert (response.status_code, response.json()) == (
-        400,
-        {"error": "Request body must be a JSON object: the tool's arguments"},
-    )
-
-
-def test_a_body_over_four_mebibytes_is_refused(explorer: httpx.Client) -> None:
-    def chunks() -> Iterator[bytes]:
+async def test_a_body_over_four_mebibytes_is_refused() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
         yield b'{"a": "'
         for _ in range(5):
             yield b"a" * 1024 * 1024
 
-    headers = {"Content-Type": "application/json"}
-    assert explorer.post("/explorer/tools/t.ask/call", content=chunks(), headers=headers).status_code == 413
-
-
-async def test_closing_the_request_cancels_the_call() -> None:
-    begun, cancelled = threading.Event(), threading.Event()
-
-    async def endless(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        return {}
-
-    with serving(registry_of({"t.endless": endless}), explorer=True, allow_execute=True) as url:
-        async with httpx.AsyncClient(timeout=30) as client:
-            calling = asyncio.create_task(client.post(f"{url}/explorer/tools/t.endless/call", json={}))
-            assert await asyncio.to_thread(begun.wait, 20)
-            calling.cancel()
-            assert await asyncio.to_thread(cancelled.wait, 20)
+    async with explorer() as client:
+        assert (await client.post("/explorer/tools/t.ask/call", content=chunks(), headers=JSON)).status_code == 413
 
 
 # ---- Who may use it ----
 
 
 @pytest.mark.requirement("FR-EXPLORER-005")
-def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame_it(explorer: httpx.Client) -> None:
-    response = explorer.get("/explorer/")
+async def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame_it() -> None:
+    async with explorer() as client:
+        response = await client.get("/explorer/")
     policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
     assert (policy["connect-src"], policy["img-src"], policy["media-src"]) == ("'self'", "data:", "data:")
@@ -271,12 +227,14 @@ def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame_it(ex
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
-@pytest.mark.parametrize("path", ["", "server", "tools", "tools/t.ask", "tools/none"])
-def test_no_answer_is_cached_sniffed_or_read_by_another_site(explorer: httpx.Client, path: str) -> None:
-    headers = explorer.get(f"/explorer/{path}").headers
-    assert headers["cache-control"] == "no-store"
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["cross-origin-resource-policy"] == "same-origin"
+async def test_no_answer_is_cached_sniffed_or_read_by_another_site() -> None:
+    async with explorer() as client:
+        for path in ("", "server", "tools", "tools/t.ask", "tools/none"):
+            headers = (await client.get(f"/explorer/{path}")).headers
+            assert headers["cache-control"] == "no-store", path
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["cross-origin-resource-policy"] == "same-origin"
+            assert headers["referrer-policy"] == "no-referrer"
 
 
 @pytest.mark.parametrize(
@@ -284,40 +242,19 @@ def test_no_answer_is_cached_sniffed_or_read_by_another_site(explorer: httpx.Cli
     [
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({"Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
-        ({"Content-Type": "application/json", "Origin": "http://127.0.0.1:1"}, 403),
-        ({"Content-Type": "application/json", "Origin": "null"}, 403),
-        ({"Content-Type": "application/json", "Host": "evil.example"}, 421),
+        (JSON | {"Origin": "http://evil.example"}, 403),
+        (JSON | {"Origin": "http://127.0.0.1:1"}, 403),
+        (JSON | {"Origin": "null"}, 403),
+        (JSON | {"Host": "evil.example"}, 421),
     ],
 )
-def test_no_other_site_can_run_a_tool(headers: dict[str, str], status: int) -> None:
-    ran = threading.Event()
-
-    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        ran.set()
-        return {}
-
-    with serving(registry_of({"t.run": run}), explorer=True, allow_execute=True) as url:
-        response = httpx.post(f"{url}/explorer/tools/t.run/call", content=json.dumps({}), headers=headers)
-    assert response.status_code == status
-    assert not ran.is_set()
-
-
-@pytest.mark.parametrize(
-    ("host", "allowed", "status"),
-    [
-        ("rebound.example", None, 421),
-        ("127.0.0.1", None, 200),
-        ("localhost:8000", None, 200),
-        ("rebound.example", ["tools.example"], 421),
-        ("tools.example", ["tools.example"], 200),
-    ],
-)
-def test_on_all_interfaces_a_domain_must_be_allowed_to_reach_the_explorer(
-    host: str, allowed: list[str] | None, status: int
-) -> None:
-    with serving(registry_of(modules()), host="0.0.0.0", allowed_hosts=allowed, explorer=True) as url:
-        assert httpx.get(f"{url}/explorer/tools", headers={"Host": host}).status_code == status
+async def test_no_other_site_can_run_a_tool(headers: dict[str, str], status: int) -> None:
+    ran.clear()
+    async with explorer() as client:
+        response = await client.post("/explorer/tools/t.ask/call", content="{}", headers=headers)
+        assert (response.status_code, ran) == (status, [])
+        await client.post("/explorer/tools/t.ask/call", json={})
+    assert ran == [{}]
 
 
 # ---- What is refused at the start ----
@@ -325,17 +262,13 @@ def test_on_all_interfaces_a_domain_must_be_allowed_to_reach_the_explorer(
 
 @pytest.mark.requirement("FR-EXPLORER-006")
 @pytest.mark.parametrize(
-    ("prefix", "message"),
+    ("prefix", "told"),
     [
-        ("explorer", "explorer_prefix must be a path such as '/explorer'"),
-        ("/", "explorer_prefix must be a path such as '/explorer'"),
-        ("/{name}", "explorer_prefix must be a path such as '/explorer'"),
-        ("", "explorer_prefix must not be empty"),
-        ("/a/../mcp", "explorer_prefix must be a path such as '/explorer'"),
-        ("/messages/x", "and none of /mcp, /sse, /messages, /health, /metrics; got '/messages/x'"),
-        ("/mcp/", "and none of /mcp, /sse, /messages, /health, /metrics; got '/mcp'"),
+        *[(prefix, "must be a path such as '/explorer'") for prefix in ("explorer", "/", "/{name}", "/a/../mcp")],
+        *[(prefix, "and none of /mcp, /sse, /messages, /health, /metrics") for prefix in ("/messages/x", "/mcp/")],
+        ("", "must not be empty"),
     ],
 )
-def test_a_prefix_that_is_no_path_of_its_own_is_refused(prefix: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_prefix_that_is_no_path_of_its_own_is_refused(prefix: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^explorer_prefix .*{told}"):
         serve(registry_of(), transport="streamable-http", explorer=True, explorer_prefix=prefix)

@@ -1,202 +1,161 @@
-"""The Tool Explorer in a real browser: what an author does with it, and what hostile pages and modules cannot do."""
+"""The Tool Explorer in a real browser: what an author does with it, and what hostile pages and modules cannot do.
+
+One browser, one page and one server stand for the whole file: a test shows the page anew, and its own tool as `t.one`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
-import http.server
-import itertools
 import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import threading
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import pytest
-from apcore import ModuleAnnotations
+from apcore import ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
-from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Locator, Page, Route, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
+from support import INTEGER, STRING, gives
 
 pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"), pytest.mark.once]
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+REBOUND = "rebound.example"
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
 expect.set_options(timeout=20_000)
-REBOUND = "rebound.example"
 PAGES = Path(__file__).parent / "pages"
-PHONE = {"width": 360, "height": 740}
-
-ORDER = {
-    "type": "object",
-    "properties": {
-        "customer": {"type": "string", "description": "Who pays", "minLength": 2},
-        "count": {"type": "integer", "default": 1, "minimum": 1, "maximum": 9},
-        "colour": {"enum": ["red", "green", "blue"]},
-        "gift": {"type": "boolean"},
-        "on": {"type": "string", "format": "date"},
-        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-        "address": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "zip": {"type": "string"}},
-            "required": ["city"],
-        },
-        "lines": {
-            "type": "array",
-            "items": {"type": "object", "properties": {"sku": {"type": "string"}}, "required": ["sku"]},
-        },
-        "prices": {"type": "object", "additionalProperties": {"type": "number"}},
-        "pay": {
-            "oneOf": [
-                {
-                    "title": "Card",
-                    "type": "object",
-                    "properties": {"kind": {"const": "card"}, "number": {"type": "string"}},
-                    "required": ["kind", "number"],
-                },
-                {
-                    "title": "Invoice",
-                    "type": "object",
-                    "properties": {"kind": {"const": "invoice"}, "days": {"type": "integer"}},
-                    "required": ["kind"],
-                },
-            ]
-        },
-    },
-    "required": ["customer", "address"],
-}
-NOBODY: dict[str, Any] = {"type": "object", "properties": {}}
+WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 
 
-def png(width: int, height: int) -> str:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def objects(required: str = "", title: str = "", **properties: Any) -> dict[str, Any]:
+    """The schema of an object."""
+    named = {"title": title} if title else {}
+    return {**named, "type": "object", "properties": properties, "required": required.split()}
 
-    rows = (b"\0" + b"\x20\x60\xf0" * width) * height
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    image = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return base64.b64encode(image).decode()
+
+NUMBER = {"type": "number"}
+NOTHING = objects()
+CARD = objects("kind number", "Card", kind={"const": "card"}, number=STRING)
+INVOICE = objects("kind", "Invoice", kind={"const": "invoice"}, days=INTEGER)
+ORDER = objects(
+    "customer address",
+    customer={"type": "string", "description": "Who pays", "minLength": 2},
+    count={"type": "integer", "default": 1, "minimum": 1, "maximum": 9},
+    colour={"enum": ["red", "green", "blue"]},
+    gift={"type": "boolean"},
+    on={"type": "string", "format": "date"},
+    note={"anyOf": [STRING, {"type": "null"}], "default": None},
+    address=objects("city", city=STRING, zip=STRING),
+    lines={"type": "array", "items": objects("sku", sku=STRING)},
+    prices={"type": "object", "additionalProperties": NUMBER},
+    pay={"oneOf": [CARD, INVOICE]},
+)
 
 
 def media(media_type: str) -> dict[str, Any]:
     return {"type": "string", "contentEncoding": "base64", "contentMediaType": media_type}
 
 
-class Waiting:
-    """A module that runs until it is cancelled."""
-
-    description = "Waits"
-
-    def __init__(self) -> None:
-        self.input_schema = self.output_schema = NOBODY
-        self.cancelled = threading.Event()
-
-    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled.set()
-        return {}
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
+FILES = {"picture": PNG, "sound": base64.b64encode(WAVE).decode(), "page": "PGI+", "n": 3}
+SHOWN = objects(picture=media("image/png"), sound=media("audio/wav"), page=media("text/html"), n=INTEGER)
 
 
 async def pieces(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
     yield dict(inputs)
 
 
-WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
-SOUND = base64.b64encode(WAVE).decode()
+MODULES = {
+    "shop.order": FunctionalModule(
+        lambda inputs, context: {"given": inputs},
+        input_schema=ORDER,
+        description="Orders something.\nIn one go.",
+    ),
+    "shop.remove": FunctionalModule(echo, annotations=ModuleAnnotations(destructive=True, requires_approval=True)),
+    "shop.look": FunctionalModule(
+        echo, stream=pieces, description="Looks only", annotations=ModuleAnnotations(readonly=True, streaming=True)
+    ),
+    "shop.files": gives(FILES, output_schema=SHOWN),
+    "shop.big": gives({"rows": list(range(10_000)), "id": 2**60 + 1}),
+}
 
-
-def modules() -> dict[str, Any]:
-    files = {"picture": media("image/png"), "sound": media("audio/wav"), "page": media("text/html")}
-    return {
-        "shop.order": FunctionalModule(
-            lambda inputs, context: {"given": inputs},
-            input_schema=ORDER,
-            description="Orders something.\nIn one go.",
-            documentation="# How\n\nWith **care** and `sku`.",
-            examples=[ModuleExample(title="A small one", inputs={"customer": "Ann", "address": {"city": "Ulm"}})],
-        ),
-        "shop.remove": FunctionalModule(
-            echo,
-            input_schema=NOBODY,
-            description="Removes the shop",
-            annotations=ModuleAnnotations(destructive=True, requires_approval=True),
-        ),
-        "shop.look": FunctionalModule(
-            echo,
-            stream=pieces,
-            description="Looks only",
-            annotations=ModuleAnnotations(readonly=True, streaming=True),
-        ),
-        "shop.wait": Waiting(),
-        "shop.files": FunctionalModule(
-            lambda inputs, context: {"picture": png(40, 30), "sound": SOUND, "page": "PGI+", "n": 3},
-            input_schema=NOBODY,
-            output_schema={"type": "object", "properties": {**files, "n": {"type": "integer"}}},
-        ),
-        "shop.big": FunctionalModule(
-            lambda inputs, context: {"rows": list(range(10_000)), "id": 2**60 + 1}, input_schema=NOBODY
-        ),
-    }
+problems: list[str] = []
+posted: list[str] = []
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def the_page() -> Iterator[Page]:
     with sync_playwright() as playwright:
-        rules = [f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"]
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS + rules)
-        yield started
-        started.close()
+        arguments = [*FLAGS, f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        context.set_default_timeout(20_000)
+        page = context.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: posted.append(request.url) if request.method == "POST" else None)
+        page.add_init_script("addEventListener('securitypolicyviolation', (e) => { window.violated = e.blockedURI; })")
+        yield page
+        browser.close()
 
 
 @pytest.fixture
-def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages; at the end of the test none of them may have had an error of its own."""
-    problems: list[str] = []
-    with contextlib.ExitStack() as contexts:
-
-        def new(**options: Any) -> Page:
-            context = browser.new_context(**options)
-            contexts.callback(context.close)
-            context.set_default_timeout(20_000)
-            page = context.new_page()
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            return page
-
-        yield new
-        assert not problems
+def page(the_page: Page) -> Iterator[Page]:
+    """The page, empty; at the end of the test it may have had no error of its own."""
+    if the_page.viewport_size != WIDE:
+        the_page.set_viewport_size(WIDE)
+    posted.clear()
+    problems.clear()
+    yield the_page
+    the_page.unroute_all()
+    the_page.goto("about:blank")
+    assert not problems
 
 
 @pytest.fixture(scope="module")
-def parts() -> dict[str, Any]:
-    return modules()
+def registry() -> Registry:
+    return registry_of(MODULES)
 
 
 @pytest.fixture(scope="module")
-def url(parts: dict[str, Any]) -> Iterator[str]:
-    with serving(registry_of(parts), explorer=True, allow_execute=True) as base:
+def url(registry: Registry) -> Iterator[str]:
+    with serving(registry, explorer=True, allow_execute=True) as base:
         yield base
 
 
-def opened(page: Page, url: str, name: str) -> Page:
+Show = Callable[..., Page]
+
+
+@pytest.fixture
+def show(page: Page, url: str, registry: Registry) -> Iterator[Show]:
+    """Shows the tool `t.one`, which takes the given schema and answers with its arguments."""
+
+    def shown(schema: dict[str, Any], execute: Any = echo, **attributes: Any) -> Page:
+        registry.register("t.one", FunctionalModule(execute, **{"input_schema": schema, **attributes}))
+        opened(page, url, "t.one")
+        return page
+
+    yield shown
+    registry.unregister("t.one")
+
+
+def opened(page: Page, url: str, name: str) -> None:
     page.goto(f"{url}/explorer/#{name}")
     expect(page.get_by_role("heading", level=2, name=name)).to_be_visible()
-    return page
 
 
 def run(page: Page) -> Locator:
@@ -210,57 +169,53 @@ def arguments(page: Page) -> Any:
     return json.loads(page.get_by_label("Arguments as JSON").input_value())
 
 
-@contextlib.contextmanager
-def one_tool(new_page: Callable[..., Page], schema: dict[str, Any], **attributes: Any) -> Iterator[Page]:
-    """A page that shows the tool `t.one`, which takes `schema` and answers with its arguments."""
-    module = FunctionalModule(echo, **{"input_schema": schema, **attributes})
-    with serving(registry_of({"t.one": module}), explorer=True, allow_execute=True) as url:
-        yield opened(new_page(), url, "t.one")
-
-
 def write_json(page: Page, text: str) -> None:
-    """Types `text` into the JSON view and goes back to the form."""
+    """Types `text` into the JSON view and asks for the form again."""
     page.get_by_role("button", name="JSON", exact=True).click()
     page.get_by_label("Arguments as JSON").fill(text)
     page.get_by_role("button", name="Form", exact=True).click()
 
 
 def sent(page: Page) -> str:
-    """Presses Run; the body of the call."""
-    with page.expect_request(lambda request: request.method == "POST") as request:
+    """Presses Run; the body of the call, once it is answered."""
+    with page.expect_response(lambda response: response.request.method == "POST") as response:
         run(page)
-    body = request.value.post_data
+    body = response.value.request.post_data
     assert body is not None
     return body
 
 
 def refused(page: Page) -> Locator:
     """Presses Run, which must send nothing; the sentence beside it."""
-    calls: list[str] = []
-    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    before = [*posted]
     run(page)
     sentence = page.get_by_role("main").get_by_role("status")
     expect(sentence).to_contain_text("Not run")
-    assert calls == []
+    assert posted == before
     return sentence
+
+
+def refresh(page: Page) -> None:
+    """Presses Refresh, and waits until what is shown has been asked for again."""
+    with page.expect_response(re.compile("/tools/t.one$")):
+        page.get_by_role("button", name="Refresh").click()
 
 
 # ---- The list ----
 
 
-def test_lists_searches_and_links_to_every_tool(new_page: Callable[..., Page], url: str) -> None:
-    page = new_page()
+def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     page.goto(f"{url}/explorer/")
     tools = page.get_by_role("navigation", name="Tools")
-    expect(tools.get_by_role("link")).to_have_count(6)
-    expect(tools.get_by_role("status")).to_have_text("6 tools")
+    expect(tools.get_by_role("link")).to_have_count(5)
+    expect(tools.get_by_role("status")).to_have_text("5 tools")
     expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("destructive")
     expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("needs approval")
     expect(tools.get_by_role("link", name="shop.look")).to_contain_text("read-only")
     expect(tools.get_by_role("link", name="shop.look")).to_contain_text("streaming")
     page.get_by_label("Search tools").fill("looks ONLY")
     expect(tools.get_by_role("link")).to_have_count(1)
-    expect(tools.get_by_role("status")).to_have_text("1 of 6 tools")
+    expect(tools.get_by_role("status")).to_have_text("1 of 5 tools")
     tools.get_by_role("link").click()
     expect(page).to_have_url(re.compile(r"#shop\.look$"))
     expect(page).to_have_title(re.compile("^shop.look .+ Tool Explorer$"))
@@ -271,20 +226,15 @@ def test_lists_searches_and_links_to_every_tool(new_page: Callable[..., Page], u
     expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
-@pytest.mark.parametrize("screen", [{"width": 1280, "height": 800}, PHONE], ids=["wide", "phone"])
-def test_greets_with_what_the_server_is_and_how_to_connect(
-    new_page: Callable[..., Page], screen: dict[str, Any]
-) -> None:
+def test_greets_with_what_the_server_is_and_how_to_connect(page: Page) -> None:
     options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
     with serving(registry_of({"a.b": echo}), explorer=True, **options) as url:
-        page = new_page(viewport=screen)
+        page.set_viewport_size(PHONE)
         page.goto(f"{url}/a/b/")
         greeting = page.get_by_role("main")
         expect(greeting.get_by_role("heading", level=2)).to_have_text("House")
         expect(greeting).to_contain_text("version 2.1 · 1 tool · streamable HTTP")
-        expect(greeting).to_contain_text(
-            "Choose its tool to see what it takes and gives. Running tools is switched off"
-        )
+        expect(greeting).to_contain_text("Choose its tool to see what it takes and gives. Running tools is switched")
         expect(greeting.get_by_text(f"{url}/mcp", exact=True)).to_be_visible()
         expect(page.get_by_role("alert")).to_have_count(0)
         greeting.get_by_text("As JSON").click()
@@ -292,37 +242,29 @@ def test_greets_with_what_the_server_is_and_how_to_connect(
         assert json.loads(greeting.locator("pre").first.inner_text()) == entry
         greeting.get_by_text("What an agent is told").click()
         expect(greeting).to_contain_text("Knock." + EVIL)
-        assert page.evaluate("document.documentElement.scrollWidth") <= screen["width"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         page.get_by_role("link", name="a.b").click()
         expect(greeting.get_by_role("heading", level=2)).to_have_text("a.b")
 
 
-def test_without_a_tool_it_says_what_to_do(new_page: Callable[..., Page]) -> None:
+def test_without_a_tool_it_says_what_to_do(page: Page) -> None:
     with serving(registry_of(), explorer=True, transport="sse") as url:
-        page = new_page()
         page.goto(f"{url}/explorer/")
         expect(page.get_by_role("main")).to_contain_text("0 tools · SSE (deprecated)")
         expect(page.get_by_role("main")).to_contain_text("It lists no tools. Register modules")
         expect(page.get_by_text(f"{url}/sse", exact=True)).to_be_visible()
 
 
-def test_500_tools_are_no_burden(new_page: Callable[..., Page]) -> None:
-    many = {f"many.tool_{number}": echo for number in range(500)}
-    with serving(registry_of(many), explorer=True) as url:
-        page = new_page()
-        page.goto(f"{url}/explorer/#many.tool_499")
-        expect(page.get_by_role("heading", name="many.tool_499")).to_be_visible()
-        expect(page.get_by_role("navigation").get_by_role("status")).to_have_text("500 tools")
-        page.get_by_label("Search tools").fill("tool_49")
-        expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(11)
-
-
-def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Callable[..., Page]) -> None:
-    page = new_page()
+def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
     registry = registry_of({"a.b": echo})
     with serving(registry, explorer=True) as url:
         page.goto(f"{url}/explorer/#not.there")
         expect(page.get_by_role("alert")).to_have_text("Tool 'not.there' not found")
+        for name in ("..", "."):
+            page.evaluate("name => { location.hash = name; }", name)
+            expect(page.get_by_role("alert")).to_have_text(f"Tool '{name}' not found")
+        page.go_back()
+        page.go_back()
         registry.register("not.there", FunctionalModule(echo))
         page.get_by_role("button", name="Refresh").click()
         expect(page.get_by_role("heading", name="not.there")).to_be_visible()
@@ -334,86 +276,96 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(new_page: Cal
     expect(page.get_by_text("The tools cannot be loaded. The server cannot be reached")).to_be_visible()
 
 
-def many_modules() -> dict[str, Any]:
-    """Eighty modules in eight groups; their titles are in another order than their ids."""
+def test_behind_a_proxy_that_strips_a_prefix_the_address_has_it(page: Page, url: str) -> None:
+    def forward(route: Route) -> None:
+        route.fulfill(response=route.fetch(url=route.request.url.replace(f"{url}/tools/", f"{url}/", 1)))
+
+    page.route(f"{url}/tools/**", forward)
+    page.goto(f"{url}/tools/explorer/")
+    expect(page.get_by_text(f"{url}/tools/mcp", exact=True)).to_be_visible()
+
+
+def test_what_another_server_in_between_answers_is_told(page: Page, url: str) -> None:
+    opened(page, url, "shop.look")
+    page.route(f"{url}/explorer/**", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
+    expect(run(page)).to_contain_text("a token, please")
+    page.get_by_role("button", name="Refresh").click()
+    expect(page.get_by_role("navigation").get_by_role("status")).to_contain_text("a token, please")
+    page.evaluate("location.hash = 'shop.order'")
+    expect(page.get_by_role("alert")).to_contain_text("a token, please")
+
+
+def act(group: str, number: int) -> FunctionalModule:
+    return FunctionalModule(
+        echo,
+        description=f"Does number {number} of {group}",
+        tags=["write" if number % 2 else "read"],
+        metadata={"display": {"mcp": {}}},
+        name=f"Work {(7 * number) % 10}",
+    )
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[str]:
+    """The page of eighty tools in eight groups; their titles are in another order than their ids."""
     groups = "billing crm files mail orders reports search users".split()
-    return {
-        f"{group}.act_{number}": FunctionalModule(
-            echo,
-            description=f"Does number {number} of {group}",
-            tags=["write" if number % 2 else "read"],
-            metadata={"display": {"mcp": {}}},
-            name=f"Work {(7 * number) % 10}",
-        )
-        for group in groups
-        for number in range(10)
-    }
+    modules = {f"{group}.act_{number}": act(group, number) for group in groups for number in range(10)}
+    with serving(registry_of(modules), explorer=True) as url:
+        yield f"{url}/explorer/"
 
 
-def test_eighty_tools_stand_in_groups_that_can_be_closed(new_page: Callable[..., Page]) -> None:
-    with serving(registry_of(many_modules()), explorer=True) as url:
-        page = new_page(viewport={"width": 1280, "height": 800})
-        page.goto(f"{url}/explorer/")
-        tools = page.get_by_role("navigation", name="Tools")
-        groups = tools.locator("details:has(a) > summary")
-        expect(groups).to_have_count(8)
-        labels = [label.split()[0] for label in groups.all_inner_texts()]
-        assert labels == sorted(labels)
-        assert page.locator("#list").evaluate("list => list.scrollHeight") < 1000, "the groups can be seen at a glance"
-        groups.filter(has_text="crm").click()
-        expect(tools.get_by_role("link").first).to_be_visible()
-        assert tools.get_by_role("link").locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
-        page.get_by_role("button", name="Refresh").click()
-        expect(tools.get_by_role("link")).to_have_count(10)
-        groups.filter(has_text="crm").click()
-        expect(tools.get_by_role("link")).to_have_count(0)
-        page.get_by_label("Search tools").fill("act_3")
-        expect(tools.get_by_role("link")).to_have_count(8)
-        page.get_by_label("Search tools").fill("")
-        expect(tools.get_by_role("link")).to_have_count(0)
-        page.goto(f"{url}/explorer/#mail.act_4")
-        expect(tools.get_by_role("link")).to_have_count(10)
+def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(page: Page, many: str) -> None:
+    page.goto(many)
+    tools = page.get_by_role("navigation", name="Tools")
+    groups = tools.locator("details:has(a) > summary")
+    expect(groups).to_have_count(8)
+    labels = [label.split()[0] for label in groups.all_inner_texts()]
+    assert labels == sorted(labels)
+    assert page.locator("#list").evaluate("list => list.scrollHeight") < 1000, "the groups can be seen at a glance"
+    groups.filter(has_text="crm").click()
+    expect(tools.get_by_role("link").first).to_be_visible()
+    assert tools.get_by_role("link").locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
+    page.get_by_role("button", name="Refresh").click()
+    expect(tools.get_by_role("link")).to_have_count(10)
+    groups.filter(has_text="crm").click()
+    expect(tools.get_by_role("link")).to_have_count(0)
+    page.get_by_label("Search tools").fill("act_3")
+    expect(tools.get_by_role("link")).to_have_count(8)
+    page.get_by_label("Search tools").fill("")
+    expect(tools.get_by_role("link")).to_have_count(0)
+    page.goto(f"{many}#mail.act_4")
+    expect(tools.get_by_role("link")).to_have_count(10)
+    page.get_by_label("Tag").select_option("read")
+    expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
+    page.get_by_label("Search tools").fill("mail")
+    expect(tools.get_by_role("link")).to_have_count(5)
+    page.get_by_role("button", name="Refresh").click()
+    expect(tools.get_by_role("status")).to_have_text("5 of 80 tools")
+    expect(page.get_by_label("Tag")).to_have_value("read")
 
 
-def test_tags_filter_the_list(new_page: Callable[..., Page]) -> None:
-    with serving(registry_of(many_modules()), explorer=True) as url:
-        page = new_page()
-        page.goto(f"{url}/explorer/")
-        tools = page.get_by_role("navigation", name="Tools")
-        page.get_by_label("Tag").select_option("read")
-        expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
-        page.get_by_label("Search tools").fill("mail")
-        expect(tools.get_by_role("link")).to_have_count(5)
-        page.get_by_role("button", name="Refresh").click()
-        expect(tools.get_by_role("status")).to_have_text("5 of 80 tools")
-        expect(page.get_by_label("Tag")).to_have_value("read")
-
-
-def test_a_name_of_two_dots_is_no_tool(new_page: Callable[..., Page], url: str) -> None:
-    for name in ("..", "."):
-        page = new_page()
-        page.goto(f"{url}/explorer/#{name}")
-        expect(page.get_by_role("alert")).to_have_text(f"Tool '{name}' not found")
-
-
-def test_behind_a_proxy_that_strips_a_prefix_the_address_has_it(new_page: Callable[..., Page]) -> None:
-    for options, name in (({}, "mcp"), ({"transport": "sse"}, "sse"), ({"explorer_prefix": "/a/b"}, "mcp")):
-        with serving(registry_of({"a.b": echo}), explorer=True, **options) as url:
-
-            def forward(route: Route, *, url: str = url) -> None:
-                route.fulfill(response=route.fetch(url=route.request.url.replace(f"{url}/tools/", f"{url}/", 1)))
-
-            page = new_page()
-            page.route(f"{url}/tools/**", forward)
-            page.goto(f"{url}/tools{options.get('explorer_prefix', '/explorer')}/")
-            expect(page.get_by_text(f"{url}/tools/{name}", exact=True)).to_be_visible()
+def test_closed_groups_are_reached_by_arrows(page: Page, many: str) -> None:
+    page.goto(many)
+    groups = page.locator("#list summary")
+    expect(groups).to_have_count(8)
+    page.get_by_label("Search tools").press("ArrowDown")
+    expect(groups.nth(0)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(groups.nth(1)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(groups.nth(0)).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_label("Search tools")).to_be_focused()
 
 
 # ---- The form ----
 
 
-def test_form_and_json_are_two_views_of_the_same_arguments(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.order")
+def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str) -> None:
+    opened(page, url, "shop.order")
     assert arguments(page) == {"count": 1, "address": {}}, "defaults, and what must be there"
     page.get_by_label("customer").fill("Ann")
     page.get_by_label("count").fill("3")
@@ -430,66 +382,65 @@ def test_form_and_json_are_two_views_of_the_same_arguments(new_page: Callable[..
     page.get_by_label("Include pay").check()
     page.get_by_label("Kind of pay").select_option("Invoice")
     page.get_by_label("days").fill("30")
-    expected = {
-        "customer": "Ann",
-        "count": 3,
-        "colour": "green",
-        "gift": False,
-        "on": "2026-02-28",
-        "address": {"city": "Ulm"},
-        "lines": [{"sku": "A1"}],
-        "prices": {"EUR": 1.5},
-        "pay": {"kind": "invoice", "days": 30},
-    }
-    assert arguments(page) == expected
-    page.get_by_role("button", name="JSON", exact=True).click()
-    changed = {
-        "customer": "Bo",
-        "note": None,
-        "address": {"city": "Bonn", "floor": 3},
-        "lines": [{"sku": "B"}, {"sku": "C"}],
-        "pay": {"kind": "card", "number": "4"},
-        "extra": 2**60 + 1,
-    }
-    page.get_by_label("Arguments as JSON").fill(json.dumps(changed))
-    page.get_by_role("button", name="Form", exact=True).click()
+    expected = {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28"}
+    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "prices": {"EUR": 1.5}}
+    assert arguments(page) == {**expected, "pay": {"kind": "invoice", "days": 30}}
+    changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
+    changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
+    write_json(page, json.dumps(changed))
     expect(page.get_by_label("customer")).to_have_value("Bo")
     expect(page.get_by_label("count")).to_have_value("")
     expect(page.get_by_label("sku")).to_have_count(2)
     expect(page.get_by_label("number string")).to_have_value("4")
     page.get_by_label("zip").fill("53111")
     page.get_by_role("button", name="Remove lines 1").click()
-    expected = {**changed, "address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
-    assert arguments(page) == expected, "what the form does not know is kept, and so is every digit"
+    changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
+    assert arguments(page) == changed, "what the form does not know is kept, and so is every digit"
     result = run(page)
     result.get_by_text("address: {3}").click()
     expect(result).to_contain_text('city: "Bonn"')
     expect(result).to_contain_text("extra: 1152921504606846977")
 
 
-def test_json_that_is_none_is_told_and_not_sent(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.order")
-    page.get_by_role("button", name="JSON", exact=True).click()
-    box = page.get_by_label("Arguments as JSON")
-    calls: list[str] = []
-    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
-    for text in ("{", "[1]"):
-        box.fill(text)
-        expect(box).to_have_attribute("aria-invalid", "true")
-        page.get_by_role("button", name="Run", exact=True).click()
+def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
+    opened(page, url, "shop.order")
+    box, form = page.get_by_label("Arguments as JSON"), page.get_by_role("form", name="Arguments")
+    for text, told in (('{"customer": "Bo"', "no JSON.+position 17"), ("[1]", "an object"), ("", "an object")):
+        write_json(page, text)
+        expect(form).to_be_hidden()
         expect(box).to_be_focused()
-    box.fill('{"customer": "Ann", "address": {"city": "Ulm"}}')
-    expect(box).not_to_have_attribute("aria-invalid", "true")
-    assert not calls
-    expect(run(page)).to_contain_text('customer: "Ann"')
+        expect(box).to_have_value(text)
+        expect(box).to_have_attribute("aria-invalid", "true")
+        expect(box).to_have_accessible_description(re.compile(told))
+    refused(page)
+    expect(box).to_be_focused()
+    write_json(page, '{"customer": "Bo", "address": {"city": "Ulm"}}')
+    expect(page.get_by_label("customer")).to_have_value("Bo")
+    expect(box).to_be_hidden()
+    expect(run(page)).to_contain_text('customer: "Bo"')
 
 
-def test_errors_stand_at_their_fields(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.order")
+def test_half_written_json_is_never_run_as_something_else(show: Show) -> None:
+    page = show(objects(any={"description": "Any value"}, n=INTEGER))
+    page.get_by_label("n integer").fill("4")
+    page.get_by_label("any").fill('{"a": ')
+    page.get_by_role("button", name="JSON", exact=True).click()
+    refused(page)
+    expect(page.get_by_label("any")).to_be_focused()
+    expect(page.get_by_label("any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
+    page.get_by_label("n integer").fill("6")
+    page.get_by_text("curl", exact=True).click()
+    expect(page.get_by_text("curl -sS")).to_have_count(0)
+    page.get_by_label("any").fill('{"a": 1}')
+    assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 6}
+    expect(page.get_by_text("curl -sS")).to_be_visible()
+
+
+def test_errors_stand_at_their_fields(page: Page, url: str) -> None:
+    opened(page, url, "shop.order")
     page.get_by_label("count").fill("ten")
     page.get_by_label("city").fill("Ulm")
-    result = run(page)
-    expect(result).to_contain_text("Input validation failed:")
+    expect(run(page)).to_contain_text("Input validation failed:")
     customer, count = page.get_by_label("customer"), page.get_by_label("count")
     expect(count).to_have_attribute("aria-invalid", "true")
     expect(count).to_have_accessible_description(re.compile("integer"))
@@ -502,287 +453,319 @@ def test_errors_stand_at_their_fields(new_page: Callable[..., Page], url: str) -
     expect(page.locator("[aria-invalid=true]")).to_have_count(0)
 
 
-def test_examples_fill_the_form_and_documentation_is_shown(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.order")
+def test_an_error_stands_at_its_field_however_that_is_called(show: Show) -> None:
+    group = {**objects("c.d", **{"c.d": INTEGER}), "description": "Where to"}
+    page = show(objects("a.b", **{"a.b": group}))
+    expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
+    expect(run(page)).to_contain_text("Input validation failed:")
+    expect(page.get_by_label("c.d")).to_have_attribute("aria-invalid", "true")
+    expect(page.get_by_label("c.d")).to_be_focused()
+
+
+def test_examples_fill_the_form_and_documentation_is_shown(show: Show) -> None:
+    examples = [ModuleExample(title=f"Number {n}", inputs={"n": n}) for n in (1, 2)]
+    documentation = "# How\n\nWith **care** and `sku`."
+    page = show(objects(n={"type": "integer", "title": "Size"}), examples=examples, documentation=documentation)
     expect(page.get_by_role("heading", name="How")).to_be_visible()
     expect(page.get_by_text("care", exact=True)).to_be_visible()
-    page.get_by_label("Fill in an example").select_option("A small one")
-    assert arguments(page) == {"customer": "Ann", "address": {"city": "Ulm"}}
     page.get_by_text("Input schema").click()
-    expect(page.get_by_text('"description": "Who pays"')).to_be_visible()
+    expect(page.get_by_text('"title": "Size"')).to_be_visible()
+    chosen = page.get_by_label("Fill in an example")
+    chosen.press("ArrowDown")
+    chosen.press("ArrowDown")
+    assert arguments(page) == {"n": 2}
+    expect(chosen.locator("option:checked")).to_have_text("Number 2")
+    page.get_by_label("n integer").fill("3")
+    expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
 
 
-LINES = "SELECT 1 -- one\nFROM t\n"
-TEXTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "query": {"type": "string"},
-        "key": {"type": "string", "x-sensitive": True},
-        "note": {"anyOf": [{"type": "string", "format": "uri"}, {"type": "null"}]},
-        "steps": {"type": "array", "items": {"type": "string"}},
-        "names": {"type": "object", "additionalProperties": {"type": "string"}},
-        "limit": {"type": "integer"},
-    },
-    "required": ["query"],
-}
+def test_every_text_keeps_its_lines(show: Show) -> None:
+    lines = "SELECT 1 -- one\nFROM t\n"
+    given = {"query": lines, "key": lines, "note": "a\r\nb", "steps": [lines, "b"], "names": {"a": lines, "": "c"}}
+    schema = objects(
+        "query",
+        query=STRING,
+        key={**STRING, "x-sensitive": True},
+        note={"anyOf": [{**STRING, "format": "uri"}, {"type": "null"}]},
+        steps={"type": "array", "items": STRING},
+        names={"type": "object", "additionalProperties": STRING},
+        limit=INTEGER,
+    )
+    page = show(schema, examples=[ModuleExample(title="Lines", inputs=given)])
+    page.get_by_label("Fill in an example").select_option("Lines")
+    assert json.loads(sent(page)) == given
+    page.get_by_label("limit").fill("3")
+    for label in ("query", "key", "note"):
+        page.get_by_label(re.compile(f"^{label} ")).fill("x\ny")
+    page.get_by_role("textbox", name="steps 2").fill("s\nt")
+    page.get_by_label("query").press("Enter")
+    changed = {"query": "x\ny\n", "key": "x\ny", "note": "x\ny", "steps": [lines, "s\nt"], "limit": 3}
+    assert json.loads(sent(page)) == {**given, **changed}
 
 
-def test_every_text_keeps_its_lines(new_page: Callable[..., Page]) -> None:
-    given = {"query": LINES, "key": LINES, "note": "a\r\nb", "steps": [LINES, "b"], "names": {"a": LINES, "": "c"}}
-    with one_tool(new_page, TEXTS, examples=[ModuleExample(title="Lines", inputs=given)]) as page:
-        page.get_by_label("Fill in an example").select_option("Lines")
-        assert json.loads(sent(page)) == given
-        page.get_by_label("limit").fill("3")
-        assert json.loads(sent(page)) == {**given, "limit": 3}
-        for label in ("query", "key", "note"):
-            page.get_by_label(re.compile(f"^{label} ")).fill("x\ny")
-        page.get_by_role("textbox", name="steps 2").fill("s\nt")
-        changed = {"query": "x\ny", "key": "x\ny", "note": "x\ny", "steps": [LINES, "s\nt"], "limit": 3}
-        assert json.loads(sent(page)) == {**given, **changed}
-        page.get_by_label("query").press("Enter")
-        assert json.loads(sent(page))["query"] == "x\ny\n"
+def test_a_secret_of_any_type_is_not_shown(show: Show) -> None:
+    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
+    page = show(objects(pin=pin, key=key, any={"x-sensitive": True}, pins={"type": "array", "items": pin}))
+    page.get_by_role("button", name="Add to pins").click()
+    for label in ("pin integer", "key string", "any any", "pins 1 integer"):
+        control = page.get_by_label(label, exact=False).first
+        assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
+    page.get_by_label("any any").fill("hunter2")
+    refused(page)
+    expect(page.get_by_label("any any")).to_have_accessible_description(re.compile("no JSON"))
+    assert "hunter2" not in page.locator("body").inner_text()
 
 
-def test_what_is_secret_is_not_shown_while_it_is_typed(new_page: Callable[..., Page]) -> None:
-    with one_tool(new_page, TEXTS) as page:
-        page.get_by_label("key").fill("hunter2\nhunter3")
-        assert page.get_by_label("key").evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc"
+def test_a_null_stays_null_until_somebody_edits_it(show: Show) -> None:
+    def or_null(*kinds: Any, **rest: Any) -> dict[str, Any]:
+        return {"anyOf": [*kinds, {"type": "null"}], **rest}
 
-
-NULLS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "list": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}], "default": [1]},
-        "must": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
-        "object": {
-            "anyOf": [{"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}, {"type": "null"}]
-        },
-        "either": {"oneOf": [{"const": "x"}, {"type": "integer"}, {"type": "null"}]},
-        "both": {"anyOf": [{"const": "x"}, {"type": "null"}]},
-        "map": {"anyOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"type": "null"}]},
-        "number": {"anyOf": [{"type": "number"}, {"type": "null"}], "default": 1},
-        "other": {"type": "string"},
-    },
-    "required": ["must", "object", "either", "both"],
-}
-
-
-def test_a_null_stays_null_until_somebody_edits_it(new_page: Callable[..., Page]) -> None:
+    integers = {"type": "array", "items": INTEGER}
+    schema = objects(
+        "must object either both",
+        list=or_null(integers, default=[1]),
+        must=or_null(integers),
+        object=or_null({"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}),
+        either={"oneOf": [{"const": "x"}, INTEGER, {"type": "null"}]},
+        both=or_null({"const": "x"}),
+        map=or_null({"type": "object", "additionalProperties": INTEGER}),
+        number=or_null(NUMBER, default=1),
+        other=STRING,
+    )
     given = dict.fromkeys(("list", "must", "object", "either", "both", "map", "number"))
-    with one_tool(new_page, NULLS) as page:
-        assert arguments(page) == {"list": [1], "must": [], "object": {"a": 7}, "either": "x", "both": "x", "number": 1}
-        write_json(page, json.dumps(given))
-        assert json.loads(sent(page)) == given
-        page.get_by_label("other").fill("text")
-        assert json.loads(sent(page)) == {**given, "other": "text"}
-        expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
-        expect(
-            page.get_by_role("form", name="Arguments").get_by_text(re.compile("null")).locator("visible=true")
-        ).to_have_count(7)
-        page.get_by_role("button", name="Add to must").click()
-        page.get_by_role("textbox", name="must 1").fill("5")
-        page.get_by_label("number").fill("2")
-        assert json.loads(sent(page)) == {**given, "other": "text", "must": [5], "number": 2}
+    page = show(schema)
+    assert arguments(page) == {"list": [1], "must": [], "object": {"a": 7}, "either": "x", "both": "x", "number": 1}
+    write_json(page, json.dumps(given))
+    assert json.loads(sent(page)) == given
+    page.get_by_label("other").fill("text")
+    assert json.loads(sent(page)) == {**given, "other": "text"}
+    expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
+    notes = page.get_by_role("form", name="Arguments").get_by_text(re.compile("null"))
+    expect(notes.locator("visible=true")).to_have_count(7)
+    page.get_by_role("button", name="Add to must").click()
+    page.get_by_role("textbox", name="must 1").fill("5")
+    page.get_by_label("number").fill("2")
+    assert json.loads(sent(page)) == {**given, "other": "text", "must": [5], "number": 2}
 
 
-def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(new_page: Callable[..., Page]) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "day": {"type": "string", "format": "date"},
-            "colour": {"enum": ["red", "green"]},
-            "flag": {"type": "boolean"},
-            "sizes": {"type": "array", "items": {"type": "integer"}},
-            "kind": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
-        },
-    }
+def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(show: Show) -> None:
+    schema = objects(
+        day={"type": "string", "format": "date"},
+        colour={"enum": ["red", "green"]},
+        flag={"type": "boolean"},
+        sizes={"type": "array", "items": INTEGER},
+        kind={"oneOf": [INTEGER, {"type": "boolean"}]},
+    )
     given = {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]}
-    examples = [ModuleExample(title="German", inputs={"day": "31.01.2025"})]
-    with one_tool(new_page, schema, examples=examples) as page:
-        page.get_by_label("Fill in an example").select_option("German")
-        expect(page.get_by_label(re.compile("^day"))).to_have_accessible_description(re.compile("31.01.2025"))
-        assert json.loads(sent(page)) == {"day": "31.01.2025"}
-        write_json(page, json.dumps(given))
-        for value in given.values():
-            expect(page.get_by_role("form", name="Arguments")).to_contain_text(json.dumps(value, separators=(",", ":")))
-        assert json.loads(sent(page)) == given
-        page.get_by_label(re.compile("^day")).fill("2025-01-31")
-        expect(page.get_by_role("form", name="Arguments")).not_to_contain_text("31.01.2025")
-        assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
+    page = show(schema, examples=[ModuleExample(title="German", inputs={"day": "31.01.2025"})])
+    page.get_by_label("Fill in an example").select_option("German")
+    expect(page.get_by_label(re.compile("^day"))).to_have_accessible_description(re.compile("31.01.2025"))
+    assert json.loads(sent(page)) == {"day": "31.01.2025"}
+    write_json(page, json.dumps(given))
+    form = page.get_by_role("form", name="Arguments")
+    for value in given.values():
+        expect(form).to_contain_text(json.dumps(value, separators=(",", ":")))
+    assert json.loads(sent(page)) == given
+    page.get_by_label(re.compile("^day")).fill("2025-01-31")
+    expect(form).not_to_contain_text("31.01.2025")
+    assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
 
 
-def test_half_written_json_is_never_run_as_something_else(new_page: Callable[..., Page]) -> None:
-    schema = {"type": "object", "properties": {"any": {"description": "Any value"}, "n": {"type": "integer"}}}
-    with one_tool(new_page, schema) as page:
-        page.get_by_label("n integer").fill("4")
-        write_json(page, '{"n": 5')
-        refused(page)
-        expect(page.get_by_label("Arguments as JSON")).to_be_focused()
-        page.get_by_label("Arguments as JSON").fill('{"n": 5}')
-        assert json.loads(sent(page)) == {"n": 5}
-        page.get_by_role("button", name="Form", exact=True).click()
-        page.get_by_label("any").fill('{"a": ')
-        refused(page)
-        expect(page.get_by_label("any")).to_be_focused()
-        expect(page.get_by_label("any")).to_have_accessible_description(re.compile("JSON"))
-        page.get_by_label("n integer").fill("6")
-        page.get_by_text("curl", exact=True).click()
-        expect(page.get_by_text("curl -sS")).to_have_count(0)
-        page.get_by_label("any").fill('{"a": 1}')
-        assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 6}
-        expect(page.get_by_text("curl -sS")).to_be_visible()
+def test_what_is_left_out_is_shown_as_left_out(show: Show) -> None:
+    branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
+    union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
+    page = show(objects("pick list", pick=union, list={"type": "array", "items": {}}))
+    assert arguments(page) == {"pick": {"n": 7}, "list": []}
+    write_json(page, "{}")
+    expect(page.get_by_label("n integer")).to_have_value("")
+    expect(page.get_by_text("Until this is edited it is left out").locator("visible=true")).to_have_count(2)
+    assert json.loads(sent(page)) == {}
+    page.get_by_label("n integer").fill("1")
+    assert json.loads(sent(page)) == {"pick": {"n": 1}}
 
 
-def test_every_entry_of_a_map_is_data(new_page: Callable[..., Page]) -> None:
-    schema = {"type": "object", "properties": {"map": {"type": "object", "additionalProperties": {"type": "integer"}}}}
-    with one_tool(new_page, schema) as page:
-        text = '{"map":{"":1,"__proto__":2,"constructor":3,"toString":4}}'
-        write_json(page, text)
-        page.get_by_role("textbox", name="constructor").fill("5")
-        assert sent(page).replace("\n", "").replace(" ", "") == text.replace("3", "5")
-        page.get_by_role("button", name="Add an entry").click()
-        expect(refused(page)).to_contain_text("empty")
-        page.get_by_label("Name").last.fill("constructor")
-        page.get_by_label("value", exact=False).last.fill("6")
-        expect(refused(page)).to_contain_text("constructor")
+def test_what_the_form_does_not_know_is_shown_as_well(show: Show) -> None:
+    inner = {**objects(a=STRING), "additionalProperties": False}
+    page = show(objects(n=INTEGER, **{"in": inner}))
+    form = page.get_by_role("form", name="Arguments")
+    expect(form.get_by_label("Name")).to_have_count(0)
+    write_json(page, '{"n": 1, "other": [2], "in": {"a": "x", "b": 3}}')
+    expect(form.get_by_role("textbox", name="other")).to_have_value("[\n  2\n]")
+    expect(form.get_by_label("b any")).to_have_value("3")
+    form.get_by_label("b any").fill("4")
+    form.get_by_role("button", name="Remove other").click()
+    assert json.loads(sent(page)) == {"n": 1, "in": {"a": "x", "b": 4}}
 
 
-def test_a_number_is_sent_with_all_its_digits(new_page: Callable[..., Page]) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "number"}, "m": {"type": "number"}}}
-    with one_tool(new_page, schema) as page:
-        page.get_by_label("n number").fill("1e400")
-        page.get_by_label("m number").fill("0.12345678901234567890")
-        assert sent(page).split() == '{ "n": 1e400, "m": 0.12345678901234567890 }'.split()
+def test_every_entry_of_a_map_is_data(show: Show) -> None:
+    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}))
+    text = '{"map":{"":1,"__proto__":2,"constructor":3,"toString":4}}'
+    write_json(page, text)
+    page.get_by_role("textbox", name="constructor").fill("5")
+    assert sent(page).replace("\n", "").replace(" ", "") == text.replace("3", "5")
+    page.get_by_role("button", name="Add an entry").click()
+    expect(refused(page)).to_contain_text("empty")
+    page.get_by_label("Name").last.fill("constructor")
+    page.get_by_label("value", exact=False).last.fill("6")
+    expect(refused(page)).to_contain_text("constructor")
 
 
-def test_properties_are_data_whatever_they_are_called(new_page: Callable[..., Page]) -> None:
-    branches = [
-        {"title": "First", "type": "object", "properties": {"constructor": {"type": "integer"}}},
-        {
-            "title": "Second",
-            "type": "object",
-            "properties": {"a": {"type": "string"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-        {"title": "Third", "type": "object", "properties": {"b": {"type": "integer"}}, "required": ["constructor"]},
-    ]
-    hidden = {"allOf": [{"properties": json.loads('{"__proto__": {"type": "integer"}, "x": {"type": "integer"}}')}]}
-    schema = {"type": "object", "properties": {"pick": {"anyOf": branches[::-1]}, "all": {"type": "object", **hidden}}}
-    with one_tool(new_page, schema) as page:
-        write_json(page, '{"pick": {"a": "z"}, "all": {"__proto__": 1}}')
-        expect(page.get_by_label("Kind of pick").locator("option:checked")).to_have_text("Second")
-        expect(page.get_by_label("__proto__")).to_have_value("1")
-        page.get_by_label("__proto__").fill("2")
-        page.get_by_label("x integer").fill("3")
-        assert arguments(page) == {"pick": {"a": "z"}, "all": {"__proto__": 2, "x": 3}}
-        write_json(page, '{"pick": {"b": 1}}')
-        expect(page.get_by_label("Kind of pick").locator("option:checked")).to_have_text("First")
+def test_properties_are_data_whatever_they_are_called(show: Show) -> None:
+    first, third = objects("", "First", constructor=INTEGER), objects("constructor", "Third", b=INTEGER)
+    second = {**objects("a", "Second", a=STRING), "additionalProperties": False}
+    hidden = {"allOf": [{"properties": {"__proto__": INTEGER, "x": INTEGER}}]}
+    page = show(objects(pick={"anyOf": [third, second, first]}, all={"type": "object", **hidden}))
+    kind = page.get_by_label("Kind of pick").locator("option:checked")
+    write_json(page, '{"pick": {"a": "z"}, "all": {"__proto__": 1}}')
+    expect(kind).to_have_text("Second")
+    expect(page.get_by_label("__proto__")).to_have_value("1")
+    page.get_by_label("__proto__").fill("2")
+    page.get_by_label("x integer").fill("3")
+    assert arguments(page) == {"pick": {"a": "z"}, "all": {"__proto__": 2, "x": 3}}
+    write_json(page, '{"pick": {"b": 1}}')
+    expect(kind).to_have_text("First")
 
 
-CARD = {"title": "Card", "type": "object", "properties": {"number": {"type": "string"}}, "required": ["number"]}
-CASH = {"title": "Cash", "type": "object", "properties": {"amount": {"type": "integer"}}, "required": ["amount"]}
-
-
-@pytest.mark.parametrize(
-    ("schema", "labels"),
-    [
-        pytest.param({"type": "object", "oneOf": [CASH, CARD]}, ["Kind of arguments", "amount"], id="one-of"),
-        pytest.param({"type": "object"}, ["Add an entry"], id="open"),
-        pytest.param(
-            {"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, ["Add an entry"], id="pattern"
-        ),
-    ],
-)
-def test_a_tool_that_takes_arguments_has_a_form(
-    new_page: Callable[..., Page], schema: dict[str, Any], labels: list[str]
-) -> None:
-    with one_tool(new_page, schema) as page:
-        expect(page.get_by_text("takes no arguments")).to_have_count(0)
-        for label in labels:
-            control = page.get_by_label(label).or_(page.get_by_role("button", name=label))
-            expect(control).to_be_visible()
-        given = {"number": "4"} if "oneOf" in schema else {"xa": 1}
-        write_json(page, json.dumps(given))
-        page.get_by_label("number string" if "oneOf" in schema else re.compile("^xa")).fill("55")
-        assert json.loads(sent(page)) == ({"number": "55"} if "oneOf" in schema else {"xa": 55})
-
-
-def test_a_tool_without_arguments_says_so(new_page: Callable[..., Page]) -> None:
-    with one_tool(new_page, {"type": "object", "properties": {}, "additionalProperties": False}) as page:
-        expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
-        assert sent(page) == "{}"
-
-
-def test_limits_and_defaults_of_many_digits_are_shown(new_page: Callable[..., Page]) -> None:
+def test_numbers_keep_all_their_digits(show: Show) -> None:
     big = 2**60 + 1
     properties = {
         "either": {"type": ["string", "integer"], "default": big},
         "limited": {"type": "integer", "maximum": big},
-        "only": {"anyOf": [{"const": big}, {"type": "string"}]},
+        "only": {"anyOf": [{"const": big}, STRING]},
     }
-    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
-        expect(page.get_by_text(f"≤ {big}")).to_be_visible()
-        assert json.loads(sent(page)) == {"either": big}
+    page = show(objects(n=NUMBER, m=NUMBER, **properties))
+    expect(page.get_by_text(f"≤ {big}")).to_be_visible()
+    page.get_by_label("n number").fill("1e400")
+    page.get_by_label("m number").fill("0.12345678901234567890")
+    assert sent(page).split() == f'{{ "n": 1e400, "m": 0.12345678901234567890, "either": {big} }}'.split()
 
 
-def test_a_refresh_loses_nothing_that_was_typed(new_page: Callable[..., Page]) -> None:
-    def asks_for(*names: str) -> FunctionalModule:
-        properties = {name: {"type": "string", "default": name.upper()} for name in names}
-        return FunctionalModule(echo, input_schema={"type": "object", "properties": properties})
+CASH = objects("amount", "Cash", amount=INTEGER)
+CHEQUE = objects("number", "Cheque", number=STRING)
+EITHER = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
 
-    def refresh() -> None:
-        with page.expect_response(re.compile("/tools/t.one$")):
-            page.get_by_role("button", name="Refresh").click()
 
-    registry = registry_of({"t.one": asks_for("a", "b"), "t.two": asks_for("c")})
-    with serving(registry, explorer=True, allow_execute=True) as url:
-        page = opened(new_page(), url, "t.one")
-        page.get_by_label("a string").fill("typed")
-        expect(run(page)).to_contain_text("typed")
-        refresh()
-        expect(page.get_by_label("a string")).to_have_value("typed")
-        expect(page.get_by_role("region", name="Result")).to_contain_text("typed")
+@pytest.mark.parametrize(
+    ("schema", "control", "given", "field", "expected"),
+    [
+        ({"oneOf": [CASH, CHEQUE]}, "Kind of arguments", {"number": "4"}, "number string", {"number": "55"}),
+        ({}, "Add an entry", {"xa": 1}, "xa any", {"xa": 55}),
+        ({"patternProperties": {"^x": INTEGER}}, "Add an entry", {"xa": 1}, "xa any", {"xa": 55}),
+        (EITHER, "Add an entry", {"a": 1}, "a any", {"a": 55}),
+        ({**EITHER, "properties": {"a": INTEGER}}, "a integer", {"a": 1}, "a integer", {"a": 55}),
+    ],
+    ids=["one-of", "open", "pattern", "one-is-required", "one-of-the-named-is-required"],
+)
+def test_a_tool_that_takes_arguments_has_a_form(
+    show: Show, schema: Any, control: str, given: Any, field: str, expected: Any
+) -> None:
+    page = show({"type": "object", **schema})
+    expect(page.get_by_text("takes no arguments")).to_have_count(0)
+    has_kinds = schema in (EITHER, {"oneOf": [CASH, CHEQUE]})
+    expect(page.get_by_label("Kind of arguments")).to_have_count(int(has_kinds))
+    expect(page.get_by_label(control).or_(page.get_by_role("button", name=control))).to_be_visible()
+    write_json(page, json.dumps(given))
+    page.get_by_label(field).fill("55")
+    assert json.loads(sent(page)) == expected
+
+
+def test_a_tool_without_arguments_says_so(show: Show) -> None:
+    page = show({**NOTHING, "additionalProperties": False})
+    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
+    assert sent(page) == "{}"
+
+
+def test_choices_that_read_alike_are_told_apart(show: Show) -> None:
+    choices = [1, "1", True, "true", "", {"a": 1}]
+    size = {"type": ["string", "integer"], "title": "Size", "description": "How large", "default": 3}
+    page = show(objects(mixed={"enum": choices}, size=size, none={"anyOf": [{"type": "null"}]}))
+    mixed = page.get_by_label(re.compile("^mixed"))
+    assert mixed.locator("option").all_inner_texts()[1:] == ["1", '"1"', "true", '"true"', '""', '{"a":1}']
+    assert page.get_by_label("Kind of size").locator("option").all_inner_texts() == ["string", "integer"]
+    expect(page.get_by_text("How large", exact=True)).to_have_count(1)
+    page.get_by_label("Kind of size").select_option("string")
+    assert arguments(page) == {}, "a default belongs to the whole, not to each kind"
+    write_json(page, '{"size": 4, "none": null}')
+    expect(page.get_by_label("none")).to_be_visible()
+    for choice in choices:
+        mixed.select_option(json.dumps(choice, separators=(",", ":")))
+        assert arguments(page) == {"mixed": choice, "size": 4, "none": None}
+        assert type(arguments(page)["mixed"]) is type(choice)
+
+
+WITH_X = {"properties": {"x": INTEGER}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({**WITH_X, "oneOf": [CASH, CHEQUE]}, id="beside"),
+        pytest.param({"allOf": [WITH_X, {"anyOf": [CASH, CHEQUE]}]}, id="all-of"),
+    ],
+)
+def test_what_all_kinds_have_stands_in_each(show: Show, schema: dict[str, Any]) -> None:
+    page = show({"type": "object", **schema})
+    page.get_by_label("Kind of arguments").select_option("Cheque")
+    page.get_by_label("x integer").fill("1")
+    page.get_by_label("number string").fill("4")
+    assert json.loads(sent(page)) == {"x": 1, "number": "4"}
+    write_json(page, '{"x": 2, "amount": 3}')
+    expect(page.get_by_label("Kind of arguments").locator("option:checked")).to_have_text("Cash")
+    expect(page.get_by_label("x integer")).to_have_value("2")
+    expect(page.get_by_label("amount")).to_have_value("3")
+
+
+def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) -> None:
+    def asks_for(*names: str) -> dict[str, Any]:
+        return objects(**{name: {"type": "string", "default": name.upper()} for name in names})
+
+    def asks_now_for(*names: str) -> None:
         registry.unregister("t.one")
-        registry.register("t.one", asks_for("a", "new"))
-        refresh()
-        expect(page.get_by_label("new string")).to_be_visible()
-        assert arguments(page) == {"a": "typed", "b": "B"}, "what was sent before"
-        write_json(page, '{"a": "half')
-        registry.unregister("t.one")
-        registry.register("t.one", asks_for("a", "newer"))
-        refresh()
-        expect(page.get_by_label("newer string")).to_be_attached()
-        expect(page.get_by_label("Arguments as JSON")).to_have_value('{"a": "half')
-        refused(page)
-        page.get_by_role("link", name="t.two").click()
-        expect(page.get_by_label("c string")).to_have_value("C")
-        registry.unregister("t.two")
-        registry.register("t.two", asks_for("d"))
-        page.get_by_role("button", name="Refresh").click()
-        expect(page.get_by_label("d string")).to_have_value("D")
-        assert arguments(page) == {"d": "D"}, "nothing was typed, so the new defaults hold"
+        registry.register("t.one", FunctionalModule(echo, input_schema=asks_for(*names)))
+        refresh(page)
+
+    page = show(asks_for("c"))
+    asks_now_for("a", "b")
+    expect(page.get_by_label("b string")).to_have_value("B")
+    assert arguments(page) == {"a": "A", "b": "B"}, "nothing was typed, so the new defaults hold"
+    page.get_by_label("a string").fill("typed")
+    expect(run(page)).to_contain_text("typed")
+    refresh(page)
+    expect(page.get_by_label("a string")).to_have_value("typed")
+    expect(page.get_by_role("region", name="Result")).to_contain_text("typed")
+    asks_now_for("a", "new")
+    expect(page.get_by_label("new string")).to_be_visible()
+    assert arguments(page) == {"a": "typed", "b": "B"}, "what was sent before"
+    write_json(page, '{"a": "half')
+    asks_now_for("a", "newer")
+    expect(page.get_by_label("newer string")).to_be_attached()
+    expect(page.get_by_label("Arguments as JSON")).to_have_value('{"a": "half')
+    expect(page.get_by_label("Arguments as JSON")).to_be_visible()
+    refused(page)
 
 
 # ---- Running ----
 
 
-def test_pictures_sound_and_files_are_shown_as_themselves(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.files")
+def test_pictures_sound_and_files_are_shown_as_themselves(page: Page, url: str) -> None:
+    opened(page, url, "shop.files")
     result = run(page)
     picture = result.get_by_role("img")
     expect(picture).to_be_visible()
-    assert picture.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [40, 30]
+    assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1
     expect(result.locator("audio")).to_be_visible()
     assert result.locator("audio").evaluate("audio => audio.src").startswith("data:audio/wav")
-    with page.expect_download() as download:
-        result.get_by_role("link", name=re.compile("^Download")).click()
-    assert download.value.path().read_bytes() == b"<b>"
     expect(result).to_contain_text("n: 3")
+    link = result.get_by_role("link", name=re.compile("^Download"))
+    with page.expect_download() as download:
+        link.click()
+    assert download.value.path().read_bytes() == b"<b>"
+    with page.expect_download():  # opened, too: a page among the files would run as this one
+        link.evaluate("link => { location.href = link.href; }")
 
 
-def test_a_large_result_opens_piece_by_piece(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.big")
+def test_a_large_result_opens_piece_by_piece(page: Page, url: str) -> None:
+    opened(page, url, "shop.big")
     result = run(page)
     expect(result).to_contain_text("id: 1152921504606846977")
     expect(result.get_by_text("9999: 9999")).to_have_count(0)
@@ -790,41 +773,62 @@ def test_a_large_result_opens_piece_by_piece(new_page: Callable[..., Page], url:
     expect(result.get_by_text("9999: 9999")).to_be_visible()
 
 
-def test_a_running_call_shows_and_can_be_cancelled(
-    new_page: Callable[..., Page], url: str, parts: dict[str, Any]
-) -> None:
-    page = opened(new_page(), url, "shop.wait")
-    parts["shop.wait"].cancelled.clear()
+def test_a_result_of_several_lines_is_shown_in_lines(show: Show) -> None:
+    page = show(NOTHING, lambda inputs, context: {"text": "one\ntwo\n\tthree", "short": 'say "x"'})
     result = run(page)
+    expect(result).to_contain_text('short: "say \\"x\\""')
+    assert "one\ntwo\n\tthree" in result.inner_text()
+    assert "\\n" not in result.inner_text()
+
+
+def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry) -> None:
+    end = threading.Event()
+
+    def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"ended": end.wait(30)}
+
+    page = show(NOTHING, wait)
+    result, button = run(page), page.get_by_role("button", name="Run", exact=True)
     expect(result).to_contain_text("Running…")
-    expect(page.get_by_role("button", name="Run", exact=True)).to_be_disabled()
+    expect(button).to_be_disabled()
     page.get_by_role("link", name="shop.look").click()
+    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
     expect(run(page)).to_contain_text("{0}")
-    page.get_by_role("link", name="shop.wait").click()
+    page.get_by_role("link", name="t.one").click()
+    expect(page.get_by_role("heading", level=2, name="t.one")).to_be_visible()
+    registry.unregister("t.one")
+    registry.register("t.one", FunctionalModule(wait, description="Another"))
+    refresh(page)
     expect(result).to_contain_text("Running…")
     page.keyboard.press("Escape")
-    expect(result).to_contain_text("The call was cancelled.")
-    assert parts["shop.wait"].cancelled.wait(10)
-    expect(page.get_by_role("button", name="Run", exact=True)).to_be_enabled()
+    expect(result).to_contain_text("The call was cancelled. What the tool has begun may go on to its end.")
+    expect(button).to_be_enabled()
+    end.set()
+    expect(run(page)).to_contain_text("ended: true")
 
 
-def test_what_may_destroy_is_asked_about_first(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.remove")
-    calls: list[str] = []
-    page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
-    page.get_by_role("button", name="Run", exact=True).click()
-    question = page.get_by_role("dialog")
+def test_what_may_destroy_is_asked_about_first(page: Page, url: str) -> None:
+    opened(page, url, "shop.look")
+    page.get_by_role("link", name="shop.remove").click()
+    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
+    button, question = page.get_by_role("button", name="Run", exact=True), page.get_by_role("dialog")
+    button.click()
     expect(question).to_contain_text("may destroy data")
     expect(question.get_by_role("button", name="Cancel")).to_be_focused()
     page.keyboard.press("Escape")
     expect(question).to_be_hidden()
-    page.get_by_role("button", name="Run", exact=True).click()
+    button.click()
     expect(question).to_be_visible()
-    assert not calls
+    page.go_back()
+    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
+    expect(question).to_be_hidden()
+    page.go_forward()
+    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
+    button.click()
+    assert posted == []
     question.get_by_role("button", name="Run it").click()
-    expect(page.get_by_role("region", name="Result")).to_be_visible()
     expect(page.get_by_text("Done")).to_be_visible()
-    assert len(calls) == 1
+    assert len(posted) == 1
 
 
 DIRECT_CALL = """() => {
@@ -833,9 +837,9 @@ DIRECT_CALL = """() => {
 }"""
 
 
-def test_without_execution_all_but_running_is_there(new_page: Callable[..., Page]) -> None:
-    with serving(registry_of(modules()), explorer=True) as url:
-        page = opened(new_page(), url, "shop.order")
+def test_without_execution_all_but_running_is_there(page: Page) -> None:
+    with serving(registry_of(MODULES), explorer=True) as url:
+        opened(page, url, "shop.order")
         expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
         expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
         page.get_by_label("customer").fill("Ann")
@@ -847,92 +851,86 @@ def test_without_execution_all_but_running_is_there(new_page: Callable[..., Page
 AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
 
 
+def in_a_shell(command: str, **environment: str) -> Any:
+    """What a shell's curl is answered."""
+    variables = {**os.environ, **environment}
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=True, env=variables)
+    answer = json.loads(ran.stdout)["result"]
+    return answer.get("structuredContent", answer)
+
+
+@needs_curl
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-def test_the_curl_that_is_copied_runs_in_a_shell(new_page: Callable[..., Page], transport: str) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("there is no curl here")
-    with serving(registry_of(modules()), explorer=True, allow_execute=True, transport=transport) as url:
-        page = new_page(permissions=["clipboard-read", "clipboard-write"])
+def test_the_curl_that_is_copied_runs_in_a_shell(page: Page, transport: str) -> None:
+    with serving(registry_of(MODULES), explorer=True, allow_execute=True, transport=transport) as url:
         opened(page, url, "shop.order")
         page.get_by_label("customer").fill(AWKWARD)
         page.get_by_label("city").fill("Ulm")
         page.get_by_text("curl", exact=True).click()
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
         page.get_by_role("button", name="Copy curl").click()
         expect(page.get_by_role("button", name="Copied")).to_be_visible()
-        copied = page.evaluate("navigator.clipboard.readText()")
-        ran = subprocess.run(["sh", "-c", copied], capture_output=True, text=True, timeout=30, check=True)
-    answer = json.loads(ran.stdout)
-    result = answer["result"]["structuredContent"] if transport == "streamable-http" else answer["result"]
-    assert result["given"]["customer"] == AWKWARD
+        assert in_a_shell(page.evaluate("navigator.clipboard.readText()"))["given"]["customer"] == AWKWARD
 
 
-def test_the_curl_carries_the_headers_that_the_schema_asks_for(new_page: Callable[..., Page]) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("there is no curl here")
+@needs_curl
+def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> None:
+    def carried(header: str, kind: str = "string") -> dict[str, Any]:
+        return {"type": kind, "x-mcp-header": header}
 
-    def carried(type_name: str, header: str) -> dict[str, Any]:
-        return {"type": type_name, "x-mcp-header": header}
+    place = objects(city=carried("City"), plain=STRING)
+    names = {name: carried(name.title()) for name in ("note", "empty", "odd")}
+    page = show(objects(count=carried("Count", "integer"), on=carried("On", "boolean"), place=place, **names))
+    given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln"}}
+    given |= {"note": "a\nb", "empty": "", "odd": "=?base64?x?="}
+    write_json(page, json.dumps(given))
+    page.get_by_text("curl", exact=True).click()
+    curl = page.get_by_text("curl -sS").inner_text()
+    assert "Mcp-Param-On: true" in curl
+    assert in_a_shell(curl) == given
 
-    place = {"type": "object", "properties": {"city": carried("string", "City"), "plain": {"type": "string"}}}
-    names = ("Count", "Note", "Empty", "Odd")
-    properties = {name.lower(): carried("string", name) for name in names} | {"place": place}
-    properties |= {"count": carried("integer", "Count"), "on": carried("boolean", "On")}
-    given = {
-        "count": 2**60 + 1,
-        "on": True,
-        "note": "a\nb",
-        "empty": "",
-        "odd": "=?base64?x?=",
-        "place": {"city": "Köln"},
-    }
-    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
-        write_json(page, json.dumps(given))
-        page.get_by_text("curl", exact=True).click()
-        curl = page.get_by_text("curl -sS").inner_text()
-        assert "Mcp-Param-On: true" in curl
-        ran = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=30, check=True)
-    assert json.loads(ran.stdout)["result"]["structuredContent"] == given
+
+TOKEN = "s3cret-tok3n"
 
 
 class Bearer(AuthenticationBackend):
     """Knows one caller by a token that no name or description has in it."""
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        return (
-            (AuthCredentials(), SimpleUser("ann")) if conn.headers.get("authorization") == f"Bearer {TOKEN}" else None
-        )
+        if conn.headers.get("authorization") != f"Bearer {TOKEN}":
+            return None
+        return AuthCredentials(), SimpleUser("ann")
 
 
-TOKEN = "s3cret-tok3n"
-
-
-def test_a_token_goes_with_every_request_and_is_kept_nowhere(new_page: Callable[..., Page]) -> None:
+@needs_curl
+def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None:
     def who(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"caller": context.identity and context.identity.id}
 
     middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
-    options: dict[str, Any] = {"explorer": True, "allow_execute": True, "middleware": middleware}
-    with serving(registry_of({"t.who": who}), **options) as url:
-        page = opened(new_page(), url, "t.who")
+    with serving(registry_of({"t.who": who}), explorer=True, allow_execute=True, middleware=middleware) as url:
+        opened(page, url, "t.who")
         expect(run(page)).to_contain_text("caller: null")
         field = page.get_by_label("Authorization header")
         field.fill(f"Bearer {TOKEN}")
         carried: list[str | None] = []
-        page.on("request", lambda request: carried.append(request.headers.get("authorization")))
+
+        def note(route: Route) -> None:
+            carried.append(route.request.headers.get("authorization"))
+            route.continue_()
+
+        page.route("**", note)
         with page.expect_response(f"{url}/explorer/tools"):
             field.press("Enter")
         expect(run(page)).to_contain_text('caller: "ann"')
-        page.get_by_role("button", name="Refresh").click()
-        expect(page.get_by_role("status").first).to_have_text("1 tool")
+        with page.expect_response(f"{url}/explorer/tools"):
+            page.get_by_role("button", name="Refresh").click()
         assert len(carried) >= 4
         assert set(carried) == {f"Bearer {TOKEN}"}
         page.get_by_text("curl", exact=True).click()
         curl = page.get_by_text("curl -sS").inner_text()
         assert TOKEN not in page.locator("body").inner_text()
-        if shutil.which("curl"):
-            environment = {**os.environ, "AUTHORIZATION": f"Bearer {TOKEN}"}
-            ran = subprocess.run(["sh", "-c", curl], capture_output=True, timeout=30, check=True, env=environment)
-            assert json.loads(ran.stdout)["result"]["structuredContent"] == {"caller": "ann"}
+        assert in_a_shell(curl, AUTHORIZATION=f"Bearer {TOKEN}") == {"caller": "ann"}
         kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
         assert TOKEN not in kept
         page.reload()
@@ -942,256 +940,45 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(new_page: Callable[
         expect(page.get_by_role("status").first).to_contain_text("Authorization")
 
 
-def test_a_result_of_several_lines_is_shown_in_lines(new_page: Callable[..., Page]) -> None:
-    def answer(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"text": "one\ntwo\n\tthree", "short": 'say "x"'}
-
-    with serving(registry_of({"t.lines": answer}), explorer=True, allow_execute=True) as url:
-        page = opened(new_page(), url, "t.lines")
-        result = run(page)
-        expect(result).to_contain_text('short: "say \\"x\\""')
-        assert "one\ntwo\n\tthree" in result.inner_text()
-        assert "\\n" not in result.inner_text()
-
-
-def test_what_the_form_does_not_know_is_shown_as_well(new_page: Callable[..., Page]) -> None:
-    inner = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
-    with one_tool(new_page, {"type": "object", "properties": {"n": {"type": "integer"}, "in": inner}}) as page:
-        form = page.get_by_role("form", name="Arguments")
-        expect(form.get_by_label("Name")).to_have_count(0)
-        write_json(page, '{"n": 1, "other": [2], "in": {"a": "x", "b": 3}}')
-        expect(form.get_by_role("textbox", name="other")).to_have_value("[\n  2\n]")
-        expect(form.get_by_label("b any")).to_have_value("3")
-        form.get_by_label("b any").fill("4")
-        form.get_by_role("button", name="Remove other").click()
-        assert json.loads(sent(page)) == {"n": 1, "in": {"a": "x", "b": 4}}
-
-
-def test_choices_that_read_alike_are_told_apart(new_page: Callable[..., Page]) -> None:
-    choices = [1, "1", True, "true", "", {"a": 1}]
-    properties = {
-        "mixed": {"enum": choices},
-        "size": {"type": ["string", "integer"], "title": "Size", "description": "How large", "default": 3},
-        "none": {"anyOf": [{"type": "null"}]},
-    }
-    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
-        options = page.get_by_label(re.compile("^mixed")).locator("option").all_inner_texts()
-        assert options[1:] == ["1", '"1"', "true", '"true"', '""', '{"a":1}']
-        assert page.get_by_label("Kind of size").locator("option").all_inner_texts() == ["string", "integer"]
-        expect(page.get_by_text("How large", exact=True)).to_have_count(1)
-        page.get_by_label("Kind of size").select_option("string")
-        assert arguments(page) == {}, "a default belongs to the whole, not to each kind"
-        write_json(page, '{"size": 4, "none": null}')
-        expect(page.get_by_label("none")).to_be_visible()
-        for choice in choices:
-            page.get_by_label(re.compile("^mixed")).select_option(json.dumps(choice, separators=(",", ":")))
-            assert json.loads(sent(page)) == {"mixed": choice, "size": 4, "none": None}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        pytest.param({"properties": {"x": {"type": "integer"}}, "oneOf": [CASH, CARD]}, id="beside"),
-        pytest.param({"allOf": [{"properties": {"x": {"type": "integer"}}}, {"anyOf": [CASH, CARD]}]}, id="all-of"),
-    ],
-)
-def test_what_all_kinds_have_stands_in_each(new_page: Callable[..., Page], schema: dict[str, Any]) -> None:
-    with one_tool(new_page, {"type": "object", **schema}) as page:
-        page.get_by_label("Kind of arguments").select_option("Card")
-        page.get_by_label("x integer").fill("1")
-        page.get_by_label("number string").fill("4")
-        assert json.loads(sent(page)) == {"x": 1, "number": "4"}
-        write_json(page, '{"x": 2, "amount": 3}')
-        expect(page.get_by_label("Kind of arguments").locator("option:checked")).to_have_text("Cash")
-        expect(page.get_by_label("x integer")).to_have_value("2")
-        expect(page.get_by_label("amount")).to_have_value("3")
-
-
-def test_a_tool_that_only_says_which_arguments_must_be_there_begins_with_an_object(
-    new_page: Callable[..., Page],
-) -> None:
-    with one_tool(new_page, {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}) as page:
-        assert json.loads(sent(page)) == {}
-        page.get_by_role("button", name="Add an entry").click()
-        page.get_by_label("Name").fill("a")
-        page.get_by_role("textbox", name="value").fill("1")
-        assert json.loads(sent(page)) == {"a": 1}
-
-
-def test_what_is_left_out_is_shown_as_left_out(new_page: Callable[..., Page]) -> None:
-    branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
-    union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
-    schema = {"type": "object", "properties": {"pick": union, "list": {"type": "array", "items": {}}}}
-    with one_tool(new_page, {**schema, "required": ["pick", "list"]}) as page:
-        assert arguments(page) == {"pick": {"n": 7}, "list": []}
-        write_json(page, "{}")
-        expect(page.get_by_label("n integer")).to_have_value("")
-        expect(page.get_by_text("Until this is edited it is left out").locator("visible=true")).to_have_count(2)
-        assert json.loads(sent(page)) == {}
-        page.get_by_label("n integer").fill("1")
-        assert json.loads(sent(page)) == {"pick": {"n": 1}}
-
-
-def test_an_error_stands_at_its_field_however_that_is_called(new_page: Callable[..., Page]) -> None:
-    group = {"type": "object", "description": "Where to", "properties": {"c.d": {"type": "integer"}}}
-    schema = {"type": "object", "properties": {"a.b": {**group, "required": ["c.d"]}}, "required": ["a.b"]}
-    with one_tool(new_page, schema) as page:
-        expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
-        expect(run(page)).to_contain_text("Input validation failed:")
-        expect(page.get_by_label("c.d")).to_have_attribute("aria-invalid", "true")
-        expect(page.get_by_label("c.d")).to_be_focused()
-
-
-def test_a_secret_of_any_type_is_not_shown(new_page: Callable[..., Page]) -> None:
-    pin = {"type": "integer", "x-sensitive": True}
-    properties = {"pin": pin, "any": {"x-sensitive": True}, "pins": {"type": "array", "items": pin}}
-    with one_tool(new_page, {"type": "object", "properties": properties}) as page:
-        page.get_by_role("button", name="Add to pins").click()
-        for label in ("pin integer", "any any", "pins 1 integer"):
-            control = page.get_by_label(label, exact=False).first
-            assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
-
-
-def test_a_question_goes_with_the_tool_that_it_is_about(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.look")
-    page.get_by_role("link", name="shop.remove").click()
-    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
-    page.get_by_role("button", name="Run", exact=True).click()
-    question = page.get_by_role("dialog")
-    expect(question).to_be_visible()
-    page.go_back()
-    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
-    expect(question).to_be_hidden()
-    page.go_forward()
-    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
-    page.get_by_role("button", name="Run", exact=True).click()
-    expect(question).to_be_visible()
-
-
-def test_closed_groups_are_reached_by_arrows(new_page: Callable[..., Page]) -> None:
-    with serving(registry_of(many_modules()), explorer=True) as url:
-        page = new_page()
-        page.goto(f"{url}/explorer/")
-        groups = page.locator("#list summary")
-        expect(groups).to_have_count(8)
-        page.get_by_label("Search tools").press("ArrowDown")
-        expect(groups.nth(0)).to_be_focused()
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("Enter")
-        expect(groups.nth(1)).to_be_focused()
-        page.keyboard.press("ArrowDown")
-        expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
-        page.keyboard.press("ArrowUp")
-        expect(groups.nth(0)).to_be_focused()
-        page.keyboard.press("ArrowUp")
-        expect(page.get_by_label("Search tools")).to_be_focused()
-
-
-def test_what_another_server_in_between_answers_is_told(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.look")
-    page.route(f"{url}/explorer/**", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
-    expect(run(page)).to_contain_text("a token, please")
-    page.get_by_role("button", name="Refresh").click()
-    expect(page.get_by_role("navigation").get_by_role("status")).to_contain_text("a token, please")
-    page.evaluate("location.hash = 'shop.order'")
-    expect(page.get_by_role("alert")).to_contain_text("a token, please")
-
-
-def test_a_phone_keeps_the_name_of_the_page(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(viewport=PHONE), url, "shop.order")
-    expect(page.get_by_role("heading", level=1, name="Tool Explorer")).to_be_visible()
-    expect(page.get_by_role("navigation")).to_be_hidden()
-
-
-def test_every_example_can_be_chosen_by_keyboard(new_page: Callable[..., Page]) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    examples = [ModuleExample(title=f"Number {n}", inputs={"n": n}) for n in (1, 2)]
-    with one_tool(new_page, schema, examples=examples) as page:
-        chosen = page.get_by_label("Fill in an example")
-        chosen.press("ArrowDown")
-        chosen.press("ArrowDown")
-        assert arguments(page) == {"n": 2}
-        expect(chosen.locator("option:checked")).to_have_text("Number 2")
-        page.get_by_label("n integer").fill("3")
-        expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
-
-
 # ---- Every screen and hand ----
 
 
-def test_from_a_chosen_tool_to_its_form_takes_few_tabs(new_page: Callable[..., Page]) -> None:
-    many = {f"many.tool_{number}": FunctionalModule(echo, input_schema=ORDER) for number in range(300)}
-    with serving(registry_of(many), explorer=True) as url:
-        page = new_page()
-        page.goto(f"{url}/explorer/")
-        page.get_by_label("Search tools").fill("tool_")
-        customer = page.get_by_label("customer")
-        for link in ("many.tool_1", "many.tool_1", "many.tool_2"):
-            page.get_by_role("link", name=re.compile(rf"^{link}\b")).press("Enter")
-            expect(page.get_by_role("heading", level=2, name=link)).to_be_focused()
-            for _ in range(6):
-                page.keyboard.press("Tab")
-                if customer.evaluate("field => field === document.activeElement"):
-                    break
-            expect(customer).to_be_focused()
-        page.reload()
-        expect(customer).to_be_visible()
-        expect(page.get_by_role("heading", level=2, name="many.tool_2")).to_be_focused()
+def tab_to(field: Locator, tabs: int) -> None:
+    """Presses Tab until `field` has the focus, so often at most."""
+    for _ in range(tabs):
+        field.page.keyboard.press("Tab")
+        if field.evaluate("field => field === document.activeElement"):
+            break
+    expect(field).to_be_focused()
 
 
-def test_a_map_of_maps_fits_a_phone(new_page: Callable[..., Page]) -> None:
-    inner = {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": {"type": "number"}}}
-    schema = {
-        "type": "object",
-        "properties": {"prices_of_everything": {"type": "object", "additionalProperties": inner}},
-    }
-    with one_tool(new_page, schema) as page:
-        page.set_viewport_size({"width": 390, "height": 844})
-        write_json(page, '{"prices_of_everything": {"a": {"b": {"c": 1, "d": 2}}}}')
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        narrowest = "boxes => Math.min(...boxes.filter((box) => box.checkVisibility()).map((box) => box.offsetWidth))"
-        assert page.locator("form input:not([type=checkbox])").evaluate_all(narrowest) >= 90
-
-
-def test_headings_leave_no_level_out(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.order")
-    expect(page.get_by_role("heading", name="How")).to_be_visible()
-    levels = (
-        page.locator("h1, h2, h3, h4, h5, h6")
-        .locator("visible=true")
-        .evaluate_all("headings => headings.map((heading) => Number(heading.tagName[1]))")
-    )
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), levels
-
-
-def test_works_by_keyboard_alone(new_page: Callable[..., Page], url: str) -> None:
-    page = new_page()
+def test_works_by_keyboard_alone_in_few_steps(page: Page, url: str) -> None:
     page.goto(f"{url}/explorer/")
-    expect(page.get_by_role("link", name="shop.order")).to_be_visible()
+    link, title = page.get_by_role("link", name="shop.order"), page.get_by_role("heading", name="shop.order")
+    expect(link).to_be_visible()
     page.keyboard.press("/")
     expect(page.get_by_label("Search tools")).to_be_focused()
     page.keyboard.type("order")
     page.keyboard.press("ArrowDown")
-    expect(page.get_by_role("link", name="shop.order")).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", name="shop.order")).to_be_visible()
-    customer = page.get_by_label("customer")
-    for _ in range(20):
-        page.keyboard.press("Tab")
-        if customer.evaluate("field => field === document.activeElement"):
-            break
-    expect(customer).to_be_focused()
+    expect(link).to_be_focused()
+    for _ in range(2):  # also when its tool is shown already
+        link.press("Enter")
+        expect(title).to_be_focused()
+    tab_to(page.get_by_label("customer"), 6)
     page.keyboard.type("Ann")
     page.get_by_label("city").focus()
     page.keyboard.type("Ulm")
     page.keyboard.press("Control+Enter")
     expect(page.get_by_role("region", name="Result")).to_contain_text('customer: "Ann"')
+    page.reload()
+    expect(title).to_be_focused()
 
 
-def test_a_phone_shows_one_thing_at_a_time(new_page: Callable[..., Page], url: str) -> None:
-    page = new_page(viewport=PHONE)
+def test_a_phone_shows_one_thing_at_a_time(page: Page, url: str) -> None:
+    page.set_viewport_size(PHONE)
     page.goto(f"{url}/explorer/")
     page.get_by_role("link", name="shop.order").click()
+    expect(page.get_by_role("heading", level=1, name="Tool Explorer")).to_be_visible()
     expect(page.get_by_role("navigation")).to_be_hidden()
     expect(page.get_by_role("heading", name="shop.order")).to_be_focused()
     page.get_by_label("Include pay").check()
@@ -1201,21 +988,17 @@ def test_a_phone_shows_one_thing_at_a_time(new_page: Callable[..., Page], url: s
     expect(page.get_by_role("heading", name="shop.order")).to_be_hidden()
 
 
-CONTRAST = (PAGES / "contrast.js").read_text()
-
-
-@pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 31)")])
-def test_follows_light_and_dark_with_enough_contrast(
-    new_page: Callable[..., Page], url: str, scheme: str, paper: str
-) -> None:
-    page = opened(new_page(color_scheme=scheme), url, "shop.order")
+def test_follows_light_and_dark_with_enough_contrast(page: Page, url: str) -> None:
+    contrast = (PAGES / "contrast.js").read_text()
+    opened(page, url, "shop.order")
     expect(run(page)).to_contain_text("Input validation failed:")
-    background, poor = page.evaluate(CONTRAST)
-    assert background == paper
-    assert poor == [], "WCAG AA asks for 4.5 : 1"
-    page.goto(f"{url}/explorer/#")
-    expect(page.get_by_role("heading", name="Connect a client")).to_be_visible()
-    assert page.evaluate(CONTRAST)[1] == []
+    for heading in ("Try it", "Connect a client"):
+        expect(page.get_by_role("heading", name=heading)).to_be_visible()
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate(contrast) == ["rgb(20, 24, 31)", []], "WCAG AA asks for 4.5 : 1"
+        page.emulate_media(color_scheme="light")
+        assert page.evaluate(contrast) == ["rgb(255, 255, 255)", []]
+        page.goto(f"{url}/explorer/#")
 
 
 # ---- Hostile modules: nothing that they say is ever interpreted ----
@@ -1229,20 +1012,16 @@ def fail(inputs: dict[str, Any], context: Any) -> Any:
 
 
 def hostile() -> dict[str, Any]:
-    either = [{"title": EVIL, "type": "object", "properties": {"a": {"const": EVIL}}}, {"type": "integer"}]
-    properties: dict[str, Any] = {
-        "choice": {"enum": [EVIL, "b"], "default": EVIL},
-        "__proto__": {"type": "string"},
-        "either": {"oneOf": either},
-    }
+    either = [objects("", EVIL, a={"const": EVIL}), INTEGER]
     named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
+    properties = {"choice": {"enum": [EVIL, "b"], "default": EVIL}, "__proto__": STRING, "either": {"oneOf": either}}
     drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
     answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
     return {
-        "evil.talk": FunctionalModule(
-            lambda inputs, context: answer,
-            input_schema={"type": "object", "properties": properties},
-            output_schema={"type": "object", "properties": {"picture": media("image/svg+xml")}},
+        "evil.talk": gives(
+            answer,
+            input_schema=objects(**properties),
+            output_schema=objects(picture=media("image/svg+xml")),
             description=EVIL,
             documentation=LINK,
             tags=[EVIL],
@@ -1250,27 +1029,24 @@ def hostile() -> dict[str, Any]:
             metadata={"display": {"mcp": {"alias": "evil_talk"}}},
             examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
         ),
-        "evil.schema": FunctionalModule(
-            echo,
-            input_schema={"type": "object", "title": EVIL, "properties": properties | named},
-            description=LINK,
-        ),
-        "evil.fail": FunctionalModule(fail, input_schema=NOBODY),
+        "evil.schema": FunctionalModule(echo, input_schema=objects("", EVIL, **properties, **named), description=LINK),
+        "evil.fail": FunctionalModule(fail, input_schema=NOTHING),
     }
 
 
-def test_nothing_of_a_module_is_interpreted(new_page: Callable[..., Page]) -> None:
+def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
     with serving(registry_of(hostile()), explorer=True, allow_execute=True) as url:
-        page = new_page()
         requests: list[str] = []
-        page.on("request", lambda request: requests.append(request.url))
-        page.add_init_script("addEventListener('securitypolicyviolation', (e) => { window.violated = e.blockedURI; })")
+
+        def note(route: Route) -> None:
+            requests.append(route.request.url)
+            route.continue_()
+
+        page.route("**", note)
         page.goto(f"{url}/explorer/")
-        links = page.get_by_role("navigation").get_by_role("link")
-        expect(links).to_have_count(3)
-        for index in range(3):
-            links.nth(index).click()
-            expect(page.get_by_text("Try it")).to_be_visible()
+        for name in ("evil.fail", "evil.schema", "evil_talk"):
+            page.get_by_role("link", name=name).click()
+            expect(page.get_by_role("main").get_by_text(f"{name} · version")).to_be_visible()
             for box in page.get_by_role("checkbox").all():
                 box.check()
             page.locator("main details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
@@ -1283,8 +1059,8 @@ def test_nothing_of_a_module_is_interpreted(new_page: Callable[..., Page]) -> No
         assert {urlsplit(each).netloc for each in requests if not each.startswith("data:")} == {urlsplit(url).netloc}
 
 
-def test_the_policy_stops_what_the_page_would_let_through(new_page: Callable[..., Page], url: str) -> None:
-    page = opened(new_page(), url, "shop.look")
+def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) -> None:
+    opened(page, url, "shop.look")
     page.evaluate(
         """async (evil) => {
             const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
@@ -1295,13 +1071,8 @@ def test_the_policy_stops_what_the_page_would_let_through(new_page: Callable[...
         }""",
         EVIL,
     )
-    violations = page.evaluate(
-        """() => new Promise((resolve) => {
-            addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
-            document.body.append(Object.assign(new Image(), { src: "http://127.0.0.1:9/x.png" }));
-        })"""
-    )
-    assert violations == "img-src"
+    page.evaluate("document.body.append(Object.assign(new Image(), { src: 'http://127.0.0.1:9/x.png' }))")
+    page.wait_for_function("window.violated?.endsWith('/x.png')")
     assert page.evaluate("window.pwned") is None
 
 
@@ -1310,64 +1081,37 @@ def test_the_policy_stops_what_the_page_would_let_through(new_page: Callable[...
 ATTACK = (PAGES / "attack.js").read_text()
 
 
-@contextlib.contextmanager
-def hostile_site() -> Iterator[str]:
-    """Another origin on the same machine, with one empty page."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(b"<!doctype html><title>hostile</title><body>")
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
-        thread = threading.Thread(target=site.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{site.server_port}"
-        finally:
-            site.shutdown()
-            thread.join()
-
-
-@contextlib.contextmanager
-def target() -> Iterator[tuple[str, list[Any]]]:
-    """A server whose only module says when it ran."""
-    ran: list[Any] = []
+@pytest.fixture
+def ran(show: Show) -> list[Any]:
+    """What `t.one` ran with."""
+    runs: list[Any] = []
 
     def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        ran.append(inputs)
+        runs.append(inputs)
         return {}
 
-    registry = registry_of({"t.touch": FunctionalModule(touch, description="SECRET")})
-    with serving(registry, explorer=True, allow_execute=True) as url:
-        yield url, ran
+    show(NOTHING, touch, description="SECRET")
+    return runs
 
 
-def test_a_page_of_another_origin_can_neither_run_nor_read(new_page: Callable[..., Page]) -> None:
-    with target() as (url, ran), hostile_site() as site:
-        page = new_page()
-        page.goto(site)
-        assert page.evaluate(ATTACK, url).replace("null", "") == ""
-        own = opened(new_page(), url, "t.touch")  # what came after all of it: nothing of the attack is still on its way
-        expect(run(own)).to_contain_text("{0}")
-        assert ran == [{}], "only the Explorer's own call"
+def only_its_own_ran(page: Page, url: str, ran: list[Any]) -> None:
+    """The Explorer's own call comes after all of an attack: nothing of that is still on its way."""
+    opened(page, url, "t.one")
+    expect(run(page)).to_contain_text("{0}")
+    assert ran == [{}]
 
 
-def test_a_rebound_name_can_neither_run_nor_read(new_page: Callable[..., Page]) -> None:
-    with target() as (url, ran):
-        rebound = f"http://{REBOUND}:{urlsplit(url).port}"
-        page = new_page()
-        assert (answer := page.goto(f"{rebound}/explorer/")) is not None
-        assert answer.status in (403, 421)
-        seen = page.evaluate(ATTACK, rebound)
-        assert "SECRET" not in seen
-        assert "t.touch" not in seen
-        assert "Tool Explorer" not in seen
-        own = opened(new_page(), url, "t.touch")
-        expect(run(own)).to_contain_text("{0}")
-        assert ran == [{}], "only the Explorer's own call"
+def test_a_page_of_another_origin_can_neither_run_nor_read(page: Page, url: str, many: str, ran: list[Any]) -> None:
+    page.goto(urljoin(many, "/health"))  # a page without a policy of its own, on another port
+    assert page.evaluate(ATTACK, url).replace("null", "") == ""
+    only_its_own_ran(page, url, ran)
+
+
+def test_a_rebound_name_can_neither_run_nor_read(page: Page, url: str, ran: list[Any]) -> None:
+    rebound = f"http://{REBOUND}:{urlsplit(url).port}"
+    answer = page.goto(f"{rebound}/explorer/")
+    assert answer is not None
+    assert answer.status in (403, 421)
+    seen = page.evaluate(ATTACK, rebound)
+    assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
+    only_its_own_ran(page, url, ran)

@@ -10,17 +10,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import apcore
 import pytest
-from apcore import Config, Executor, Registry
-from conftest import (
-    HANDSHAKE,
-    MODULE,
-    FunctionalModule,
-    RawClient,
-    echo,
-    serving,
-)
+from apcore import Executor, Registry
+from conftest import HANDSHAKE, MODULE, FunctionalModule, RawClient, echo, serving
 from mcp.client import Client
 from support import exported_names, followed, run, text_of
 
@@ -121,24 +113,20 @@ def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(ext
     assert (extensions / "maths" / "imported").read_text() == "once " * 2
 
 
-def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_a_link_is_told(extensions: Path) -> None:
-    binding = "spec_version: '1.0'\nbindings:\n- {{module_id: m.{}, target: 'os.path:join', auto_schema: true,"
+def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_links_are_not_followed(extensions: Path) -> None:
+    binding = "spec_version: '1.0'\nbindings:\n- {{module_id: m.{}, target: 'os.path:join',"
     binding += " input_schema: {{type: object}}, output_schema: {{type: object}}}}\n"
-    binding = binding.replace(" auto_schema: true,", "")
     for number, place in enumerate(("_old", ".trash", "node_modules", ".venv/lib", "kept")):
         (extensions / place).mkdir(parents=True)
         (extensions / place / "os.binding.yaml").write_text(binding.format(f"n{number}"))
         (extensions / place / "say.py").write_text(MODULE.format(tag="x"))
+    (extensions / "_draft.py").write_text(MODULE.format(tag="x"))
     (extensions / "linked.py").symlink_to(extensions / "voice" / "say.py")
     (extensions / "linked.binding.yaml").symlink_to(extensions / "kept" / "os.binding.yaml")
     (extensions / "linked_folder").symlink_to(extensions / "kept")
-    (extensions / "_linked").symlink_to(extensions / "kept")
     ended = run("--extensions-dir", str(extensions), "--export", "openai")
     assert sorted(exported_names(ended.stdout)) == ["hand-write", "kept-say", "m-n4", "voice-say", "voice-shout"]
-    warnings = [line.split(": ")[1] for line in ended.stderr.splitlines()]
-    assert warnings == [
-        f"{extensions}/{name} is left out" for name in ("linked.binding.yaml", "linked.py", "linked_folder")
-    ]
+    assert ended.stderr == ""
 
 
 def test_a_binding_that_marks_a_secret_is_left_out_as_apcore_would_lose_the_mark(
@@ -168,17 +156,6 @@ def test_a_binding_never_gets_the_function_of_another_folders_file(
     assert not registry.has("m.second")
     [warning] = [record.getMessage() for record in caplog.records if "say.binding.yaml is left out" in record.message]
     assert f"{extensions / 'second' / '_one_name.py'}" in warning
-
-
-def test_folders_are_looked_into_as_deeply_as_apcore_does(extensions: Path) -> None:
-    for depth in (7, 8):
-        place = extensions.joinpath(*[f"d{depth}"] * depth)
-        place.mkdir(parents=True)
-        (place / "say.py").write_text(MODULE.format(tag="x"))
-    registry = Registry(extensions_dir=str(extensions))
-    registry.discover()
-    assert apcore_mcp.discover(extensions).list() == registry.list()
-    assert len(registry.list()) == 4
 
 
 def test_the_second_of_two_functions_with_one_id_is_not_served_in_silence(extensions: Path) -> None:
@@ -246,7 +223,9 @@ def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> Non
         (extensions / "about.py").write_text(
             "from apcore.decorator import module\n@module(id='maths.add')\ndef add(a: int) -> int: return a\n"
         )
-        wait_for({"maths.add": [], "m.negate": ["new"]})
+        wait_for({"maths.add": []})
+        bindings.write_text(bound.format("mended"))
+        wait_for({"maths.add": [], "m.negate": ["mended"]})
         bindings.unlink()
         wait_for({"maths.add": []})
         status, stderr = client.end()
@@ -295,20 +274,17 @@ def registry_of_files(directory: Path) -> Registry:
 Shown = tuple[Client, asyncio.Queue[object]]
 
 
-async def wait_until_shown(following: Shown, expected: dict[str, str], *, only: bool = True) -> dict[str, str]:
-    """Wait for tools with these descriptions, and with `only` for no others; all that is listed then."""
+async def wait_until_shown(following: Shown, expected: dict[str, str]) -> None:
+    """Wait for tools with these descriptions, and for no others."""
     client, changes = following
     async with asyncio.timeout(15):
-        while True:
-            shown = {tool.name: tool.description or "" for tool in (await client.list_tools()).tools}
-            if shown == expected or (not only and expected.items() <= shown.items()):
-                return shown
+        while {tool.name: tool.description for tool in (await client.list_tools()).tools} != expected:
             await changes.get()
 
 
-async def test_files_become_change_and_cease_to_be_tools(mode: str, tmp_path: Path) -> None:
+async def test_files_become_change_and_cease_to_be_tools(tmp_path: Path) -> None:
     path = tmp_path / "hot" / "ping.py"
-    async with followed(registry_of_files(tmp_path), mode, dynamic=True) as following:
+    async with followed(registry_of_files(tmp_path), HANDSHAKE, dynamic=True) as following:
         client, _ = following
         write(path, "once")
         await wait_until_shown(following, {"hot.ping": "once"})
@@ -338,37 +314,44 @@ async def test_two_edits_of_one_size_within_one_second_are_both_taken_in(
 
 
 async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following(tmp_path: Path) -> None:
-    """Whatever is beside the modules, and whatever a module raises when it comes and goes."""
-    extensions = tmp_path / "a[1]"  # what a pattern would be if it were none
+    """What a broken file made goes until it is mended; and an id may be another's meanwhile."""
     for name in ("moved/away", "stays/kept", "stays/stuck"):
-        write(extensions / f"{name}.py", "old", ENDS.format(hook="on_unload") if "stuck" in name else "")
-    (extensions / ".#kept.py").symlink_to("user@host.123:456")  # as Emacs locks a file
-    (extensions / "linked.py").symlink_to("/nowhere/at/all.py")
-    registry = registry_of_files(extensions)
-    registry.register("image.resize", FunctionalModule(echo))
+        write(tmp_path / f"{name}.py", "old", ENDS.format(hook="on_unload") if "stuck" in name else "")
+    (tmp_path / ".#kept.py").symlink_to("user@host.123:456")  # as Emacs locks a file
+    registry = registry_of_files(tmp_path)
     registry.register("by.hand", FunctionalModule(echo))
-    write(extensions / "helpers" / "size.py", "unregistered")
-    by_hand = {"image.resize": "A module of a test", "by.hand": "A module of a test"}
-    kept = {**by_hand, "stays.kept": "old"}
+    by_hand = {"by.hand": "A module of a test"}
     async with followed(registry, HANDSHAKE, dynamic=True) as following:
-        (extensions / "helpers" / "size.py").unlink()
-        (extensions / "moved").rename(tmp_path / "moved")
-        write(extensions / "by" / "hand.py", "not this one")
-        write(extensions / "New-Dir" / "My-Tool.py", "no id")
-        write(extensions / "system" / "health.py", "a reserved id")
-        write(extensions / "stays" / "stuck.py", "new")
-        write(extensions / "stays" / "late.py", "new", ENDS.format(hook="on_load"))
-        (extensions / "stays" / "kept.py").write_text("def broken(:")
-        write(extensions / "zz.py", "the last one")
-        shown = await wait_until_shown(following, {"zz": "the last one"}, only=False)
-        assert shown == {**kept, "stays.stuck": "new", "zz": "the last one"}
-        write(extensions / "stays" / "kept.py", "new", ENDS.format(hook="on_load"))
-        write(extensions / "stays" / "stuck.py", "newer", ENDS.format(hook="__init__"))
-        write(extensions / "zz.py", "once more")
-        shown = await wait_until_shown(following, {"zz": "once more"}, only=False)
-        assert shown == {**by_hand, "stays.stuck": "new", "zz": "once more"}
-        write(extensions / "stays" / "kept.py", "mended")
-        await wait_until_shown(following, {**kept, "stays.kept": "mended", "stays.stuck": "new", "zz": "once more"})
+        (tmp_path / "moved").rename(tmp_path / "_moved")
+        write(tmp_path / "by" / "hand.py", "not this one")
+        write(tmp_path / "stays" / "stuck.py", "new")
+        (tmp_path / "stays" / "kept.py").write_text("def broken(:")
+        write(tmp_path / "zz.py", "the last one")
+        await wait_until_shown(following, {**by_hand, "stays.stuck": "new", "zz": "the last one"})
+        write(tmp_path / "stays" / "kept.py", "new", ENDS.format(hook="on_load"))
+        (tmp_path / "by" / "hand.py").unlink()
+        write(tmp_path / "zz.py", "once more")
+        await wait_until_shown(following, {**by_hand, "stays.stuck": "new", "zz": "once more"})
+        write(tmp_path / "stays" / "kept.py", "mended")
+        await wait_until_shown(following, {**by_hand, "stays.stuck": "new", "stays.kept": "mended", "zz": "once more"})
+
+
+async def test_whom_a_registry_asks_before_a_file_runs_is_asked_and_may_forbid_it(tmp_path: Path) -> None:
+    asked = []
+
+    def ask(path: Path) -> None:
+        asked.append(path.name)
+        if path.name == "forbidden.py":
+            raise PermissionError("not signed")
+
+    write(tmp_path / "kept.py", "old")
+    registry = Registry(extensions_dir=str(tmp_path), pre_approval_hook=ask)
+    registry.discover()
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        (tmp_path / "forbidden.py").write_text(FUNCTION_FILE.format(id="is.forbidden", words="no"))
+        (tmp_path / "function.py").write_text(FUNCTION_FILE.format(id="a.function", words="yes"))
+        await wait_until_shown(following, {"kept": "old", "a.function": "yes"})
+    assert sorted(asked) == ["forbidden.py", "function.py", "kept.py"]
 
 
 FUNCTION_FILE = """
@@ -394,54 +377,6 @@ async def test_a_folder_behind_a_link_is_followed_through_it(tmp_path: Path) -> 
             (tmp_path / "new").symlink_to(version)
             (tmp_path / "new").replace(current)
             await wait_until_shown(following, {f"only.{version}": version, "in.both": version})
-
-
-async def test_a_function_of_apcores_default_client_is_loaded_again(tmp_path: Path) -> None:
-    """Which refuses an id that it knows: after an edit, after a file that failed half-way, and from another file."""
-    text = FUNCTION_FILE.replace("from apcore.decorator import", "from apcore import")
-    first, second = tmp_path / "a.py", tmp_path / "b.py"
-    first.write_text(text.format(id="shared.say", words="old") + "\nraise ValueError('half-way')\n")
-    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
-        first.write_text(text.format(id="shared.say", words="new"))
-        await wait_until_shown(following, {"shared.say": "new"})
-        assert apcore.call("shared.say") == {"result": "new"}
-        first.rename(second)
-        second.write_text(text.format(id="shared.say", words="moved"))
-        await wait_until_shown(following, {"shared.say": "moved"})
-        first.write_text(text.format(id="shared.say", words="back"))
-        second.write_text("from apcore.decorator import module\n")
-        await wait_until_shown(following, {"shared.say": "back"})
-
-
-def test_folders_with_files_of_one_name_may_define_one_function(tmp_path: Path) -> None:
-    """As copies of a project do, though apcore's default client takes an id once."""
-    text = FUNCTION_FILE.replace("from apcore.decorator import", "from apcore import")
-    for version in ("first", "second"):
-        (tmp_path / version).mkdir()
-        (tmp_path / version / "say.py").write_text(text.format(id="copied.say", words=version))
-        registry = discover(tmp_path / version)
-        assert Executor(registry).call("copied.say", {}) == {"result": version}
-
-
-async def test_a_registry_keeps_its_own_rules_for_files(tmp_path: Path) -> None:
-    """What it ignores, and whom it asks before a file is run."""
-    asked = []
-
-    def ask(path: Path) -> None:
-        asked.append(path.name)
-        if path.name == "forbidden.py":
-            raise PermissionError("not signed")
-
-    config = Config({"extensions": {"root": str(tmp_path), "ignore_patterns": ["draft*"]}})
-    registry = Registry(config, pre_approval_hook=ask)
-    write(tmp_path / "kept.py", "old")
-    registry.discover()
-    async with followed(registry, HANDSHAKE, dynamic=True) as following:
-        for name in ("draft1", "forbidden"):
-            (tmp_path / f"{name}.py").write_text(FUNCTION_FILE.format(id=f"no.{name}", words="no"))
-        (tmp_path / "function.py").write_text(FUNCTION_FILE.format(id="a.function", words="yes"))
-        await wait_until_shown(following, {"kept": "old", "a.function": "yes"})
-    assert sorted(asked) == ["forbidden.py", "function.py", "kept.py"]
 
 
 async def test_what_changes_in_a_virtual_environment_is_told_by_nobody(
@@ -511,12 +446,43 @@ async def test_a_link_has_made_nothing_and_may_lead_nowhere(tmp_path: Path) -> N
     assert discover(tmp_path).list() == ["hot", "last"]
 
 
-async def test_an_id_goes_over_to_the_file_that_had_to_wait_for_it(tmp_path: Path) -> None:
-    """As when a file is copied, looked at, and only then deleted."""
-    first, second = tmp_path / "a.py", tmp_path / "b.py"
-    first.write_text(FUNCTION_FILE.format(id="in.both", words="first"))
-    second.write_text(FUNCTION_FILE.format(id="in.both", words="second"))
-    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
-        await wait_until_shown(following, {"in.both": "first"})
-        first.unlink()
-        await wait_until_shown(following, {"in.both": "second"})
+def test_a_bare_decorator_of_the_wrong_import_is_told_the_right_one(
+    extensions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (extensions / "bare.py").write_text("from apcore import module\n@module\ndef f(a: int) -> int: return a\n")
+    discover(extensions)
+    assert "bare.py is left out: " in caplog.text
+    assert "from apcore.decorator import module" in caplog.text
+    caplog.clear()
+    assert main(["--extensions-dir", str(extensions), "--export", "mcp", "--log-level", "ERROR"]) == 0
+    assert caplog.text == ""
+
+
+SHAPES = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass
+from apcore.decorator import module
+from pydantic import BaseModel
+
+@dataclass
+class Point:
+    x: int
+    y: Point | None = None
+
+class Line(BaseModel):
+    end: End
+
+class End(BaseModel):
+    x: int
+
+@module(id="s.hape")
+def shape(x: int) -> dict:
+    return vars(pickle.loads(pickle.dumps(Point(Line(end={"x": x}).end.x))))
+"""
+
+
+def test_what_is_annotated_may_be_defined_later_in_the_file_and_all_of_it_can_be_pickled(extensions: Path) -> None:
+    """For standard dataclasses and pydantic models alike; a module may give work to other processes."""
+    (extensions / "shapes.py").write_text(SHAPES)
+    assert Executor(discover(extensions)).call("s.hape", {"x": 1}) == {"x": 1, "y": None}

@@ -10,6 +10,7 @@ import asyncio
 import copy
 import dataclasses
 import datetime
+import hashlib
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from apcore.approval import AlwaysDenyHandler
 from apcore.context import Identity
 from conftest import EXTENSIONS, ROOT, FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
@@ -49,21 +50,16 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---- The list ----
 
 
-@pytest.mark.requirement("FR-OPENAI-001")
+@pytest.mark.requirement("FR-OPENAI-001", "FR-EXEC-006")
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_every_module_becomes_one_function(count: int) -> None:
     registry = registry_of({f"m{i:03}.run": accepting({"properties": {"x": INTEGER}}) for i in range(count)})
-    assert to_openai_tools(registry) == [
-        {
-            "type": "function",
-            "function": {
-                "name": f"m{i:03}-run",
-                "description": "A module of a test",
-                "parameters": {"type": "object", "properties": {"x": INTEGER}},
-            },
-        }
-        for i in range(count)
+    parameters = {"type": "object", "properties": {"x": INTEGER}}
+    functions = [
+        {"name": f"m{i:03}-run", "description": "A module of a test", "parameters": parameters} for i in range(count)
     ]
+    assert to_openai_tools(registry) == [{"type": "function", "function": function} for function in functions]
+    assert to_openai_tools(Executor(registry)) == to_openai_tools(registry)
 
 
 @pytest.mark.requirement("FR-OPENAI-001")
@@ -73,26 +69,16 @@ def test_the_definitions_are_made_of_plain_built_in_types() -> None:
     class Text(str):
         pass
 
-    class Table(dict[str, Any]):
-        pass
-
     def classes(value: Any) -> set[type]:
-        if isinstance(value, dict):
-            return {type(value)}.union(*map(classes, (*value, *value.values())))
-        return {type(value)}.union(*map(classes, value)) if isinstance(value, list | tuple) else {type(value)}
+        inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        return {type(value)}.union(*map(classes, inside))
 
-    schema = {"properties": Table({Text("p"): {"enum": [Text("a"), 1, 1.5, True, None], "default": (1, Text("b"))}})}
+    schema = {"properties": {Text("p"): {"enum": [Text("a"), 1, 1.5, True, None], "default": (1, Text("b"))}}}
     registry = registry_of({"m.a": FunctionalModule(echo, input_schema=schema, description=Text("D"))})
     for strict in (False, True):
         tools = to_openai_tools(registry, strict=strict, embed_annotations=True)
         assert classes(tools) <= {dict, list, str, int, float, bool, type(None)}
         assert tools[0]["function"]["parameters"]["properties"]["p"]["enum"] == ["a", 1, 1.5, True, None]
-
-
-@pytest.mark.requirement("FR-EXEC-006")
-def test_an_executor_gives_the_same_list_as_its_registry() -> None:
-    registry = registry_of({"m.a": echo, "m.b": accepting({"properties": {"x": INTEGER}})})
-    assert to_openai_tools(Executor(registry)) == to_openai_tools(registry) != []
 
 
 @pytest.mark.parametrize("source", ["./extensions", None, {}, Registry], ids=["str", "NoneType", "dict", "type"])
@@ -104,28 +90,20 @@ def test_neither_registry_nor_executor_is_a_type_error(source: Any) -> None:
         from_openai_call(source, "m-a", "{}")
 
 
-TAGGED = {
-    "api.users.get": ["public", "read"],
-    "api.users.set": ["public"],
-    "apis.other": ["public", "read"],
-    "image.resize": [],
-}
+TAGGED = {"api.users.get": ["public", "read"], "api.users.set": ["public"], "apis.other": ["public", "read"], "z.a": []}
 
 
 @pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
-        pytest.param({}, ["api-users-get", "api-users-set", "apis-other", "image-resize"], id="none"),
         pytest.param({"tags": None, "prefix": None}, [i.replace(".", "-") for i in TAGGED], id="null"),
         pytest.param({"tags": []}, [i.replace(".", "-") for i in TAGGED], id="no-tags"),
-        pytest.param({"tags": ["public"]}, ["api-users-get", "api-users-set", "apis-other"], id="tag"),
         pytest.param({"tags": ["read", "public"]}, ["api-users-get", "apis-other"], id="all-of-two-tags"),
         pytest.param({"tags": ["nonexistent"]}, [], id="unknown-tag"),
         pytest.param({"prefix": "api."}, ["api-users-get", "api-users-set"], id="prefix"),
         pytest.param({"prefix": "nonexistent."}, [], id="unknown-prefix"),
         pytest.param({"tags": ["read"], "prefix": "api."}, ["api-users-get"], id="both"),
-        pytest.param({"tags": ["read"], "prefix": "image."}, [], id="both-apart"),
     ],
 )
 def test_tags_and_prefix_choose_modules(filters: dict[str, Any], expected: list[str]) -> None:
@@ -134,76 +112,55 @@ def test_tags_and_prefix_choose_modules(filters: dict[str, Any], expected: list[
 
 
 @pytest.mark.parametrize(
-    ("filters", "error", "words"),
-    [
-        pytest.param({"tags": [""]}, ValueError, "Tag values must not be empty", id="empty-tag"),
-        pytest.param({"tags": ["a", ""]}, ValueError, "Tag values must not be empty", id="empty-tag-among-others"),
-        pytest.param({"prefix": ""}, ValueError, "prefix must not be empty", id="empty-prefix"),
-        pytest.param({"tags": "public"}, TypeError, "tags", id="tags-are-one-string"),
-        pytest.param({"prefix": 5}, TypeError, "prefix", id="prefix-is-a-number"),
-    ],
+    ("filters", "words"),
+    [({"tags": ["a", ""]}, "Tag values must not be empty"), ({"prefix": ""}, "prefix must not be empty")],
 )
-def test_a_wrong_filter_is_refused(filters: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_a_wrong_filter_is_refused(filters: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         to_openai_tools(registry_of({"m.a": echo}), **filters)
-
-
-def test_a_hidden_module_is_no_tool() -> None:
-    registry = registry_of(
-        {"m.a": echo, "m.hidden": FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False))}
-    )
-    assert names_of(to_openai_tools(registry)) == ["m-a"]
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
 def test_one_bad_module_is_left_out_with_one_warning(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     bad = accepting({"properties": {"x": {"$ref": "#/$defs/Missing"}}})
+    hidden = FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False))
     with caplog.at_level(logging.WARNING):
-        assert names_of(to_openai_tools(registry_of({"m.a": echo, "m.bad": bad}), strict=strict)) == ["m-a"]
+        registry = registry_of({"m.a": echo, "m.bad": bad, "m.hidden": hidden})
+        assert names_of(to_openai_tools(registry, strict=strict)) == ["m-a"]
     (told,) = warnings_of(caplog)
     assert "m.bad" in told
     assert "Missing" in told
 
 
-MODULE = """
+NO_SERVER = """
+import sys
+from importlib.abc import MetaPathFinder
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mcp", "mcp_types", "uvicorn", "starlette", "openai"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+from apcore import Registry
+from apcore_mcp import from_openai_call, to_openai_tools
 class Module:
     input_schema = {"type": "object", "properties": {"w": {"type": "integer"}}}
     output_schema = {"type": "object"}
     description = "D"
     def execute(self, inputs, context):
         return {}
-"""
-NO_SERVER = f"""
-import sys
-from importlib.abc import MetaPathFinder
-UNWANTED = ("mcp", "mcp_types", "uvicorn", "starlette", "openai")
-class Block(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in UNWANTED:
-            raise ModuleNotFoundError(name)
-if sys.argv[1] == "blocked":
-    sys.meta_path.insert(0, Block())
-from apcore import Registry
-from apcore_mcp import from_openai_call, to_openai_tools
-{MODULE}
 registry = Registry()
 registry.register("image.resize", Module())
 for strict in (False, True):
     (tool,) = to_openai_tools(registry, strict=strict, embed_annotations=True)
-assert from_openai_call(registry, tool["function"]["name"], '{{"w": null}}') == ("image.resize", {{}})
-loaded = [n for n in ("mcp.server", "uvicorn", "starlette", "openai") if n in sys.modules]
-assert not loaded, loaded
-print(tool["function"]["name"])
+assert from_openai_call(registry, tool["function"]["name"], '{"w": null}') == ("image.resize", {})
 """
 
 
 @pytest.mark.requirement("FR-OPENAI-005")
-@pytest.mark.parametrize("imports", ["allowed", "blocked"])
-def test_definitions_are_made_without_openai_and_without_a_server_stack(imports: str) -> None:
+def test_definitions_are_made_without_openai_and_without_a_server_stack() -> None:
     """FR-OPENAI-005."""
-    arguments = [sys.executable, "-c", NO_SERVER, imports]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout) == (0, "image-resize\n"), done.stderr
+    done = subprocess.run([sys.executable, "-c", NO_SERVER], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- Names ----
@@ -213,10 +170,8 @@ def test_definitions_are_made_without_openai_and_without_a_server_stack(imports:
 @pytest.mark.parametrize(
     ("module_id", "name"),
     [
-        pytest.param("image.resize", "image-resize", id="dot"),
         pytest.param("simple", "simple", id="no-dot"),
-        pytest.param("comfyui.workflow.execute", "comfyui-workflow-execute", id="two-dots"),
-        pytest.param("my_module.re_size", "my_module-re_size", id="underscores"),
+        pytest.param("comfyui.work_flow.execute", "comfyui-work_flow-execute", id="two-dots"),
         pytest.param("a" * 31 + "." + "b" * 32, "a" * 31 + "-" + "b" * 32, id="64-characters"),
         pytest.param("a" * 55 + ".b0123456", "a" * 55 + "-b0123456", id="64-characters-that-look-shortened"),
     ],
@@ -250,6 +205,9 @@ def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
         to_openai_tools(registry)
 
 
+SHORT = hashlib.sha256(b"z" * 80).hexdigest()[:8]
+
+
 async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> None:
     start = "very.long_" + "x" * 70
     ids = sorted([start + "a", start + "b", start + ".c", "y" * 65, "y" * 192])
@@ -259,21 +217,12 @@ async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> N
     assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name) for name in names)
     assert [from_openai_name(name, registry) for name in names] == ids
     assert [from_openai_call(registry, name, "{}") for name in names] == [(module_id, {}) for module_id in ids]
-    assert names_of(to_openai_tools(registry_of({ids[0]: echo}))) == names[:1], "it depends on nothing but the id"
+    assert names_of(to_openai_tools(registry_of({"z" * 80: echo}))) == ["z" * 54 + "-0" + SHORT], "in any process"
     for missing in (None, registry_of({"m.a": echo, ids[1]: echo})):
         with pytest.raises(ValueError, match=re.escape(names[0])):
             from_openai_name(names[0], missing)
     async with connect(registry, tool_names="portable") as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == names
-
-
-def test_the_short_names_of_a_process_are_those_of_the_next() -> None:
-    program = (
-        "import sys; from apcore import Registry; from apcore_mcp import to_openai_tools; r = Registry();"
-        + f"exec({MODULE!r}); r.register('z' * 80, Module()); print(to_openai_tools(r)[0]['function']['name'])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert [done.stdout.strip()] == names_of(to_openai_tools(registry_of({"z" * 80: echo})))
 
 
 # ---- Annotations ----
@@ -285,16 +234,9 @@ def test_the_short_names_of_a_process_are_those_of_the_next() -> None:
     [
         pytest.param(None, "", id="none"),
         pytest.param(ModuleAnnotations(), "", id="defaults"),
-        pytest.param(ModuleAnnotations(readonly=True), "readonly=true", id="readonly"),
-        pytest.param(ModuleAnnotations(destructive=True), "destructive=true", id="destructive"),
-        pytest.param(ModuleAnnotations(idempotent=True), "idempotent=true", id="idempotent"),
-        pytest.param(ModuleAnnotations(requires_approval=True), "requires_approval=true", id="requires-approval"),
-        pytest.param(ModuleAnnotations(open_world=False), "open_world=false", id="closed-world"),
         pytest.param(ModuleAnnotations(readonly=True, idempotent=True), "readonly=true, idempotent=true", id="two"),
         pytest.param(
-            ModuleAnnotations(
-                readonly=True, destructive=True, idempotent=True, requires_approval=True, open_world=False
-            ),
+            ModuleAnnotations(True, True, True, True, False),
             "readonly=true, destructive=true, idempotent=true, requires_approval=true, open_world=false",
             id="all-five",
         ),
@@ -367,11 +309,8 @@ def test_strict_mode_follows_the_worked_example() -> None:
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
     return {
-        "type": "object",
-        "properties": properties,
-        "required": sorted(properties),
-        "additionalProperties": False,
-    }
+        "type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False
+    }  # fmt: skip
 
 
 PART = {"type": "object", "properties": {"b": {**INTEGER, "default": 1}, "a": STRING}, "required": ["a"], "title": "T"}
@@ -382,31 +321,23 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
 @pytest.mark.parametrize(
     ("properties", "required", "expected"),
     [
-        pytest.param({"p": INTEGER}, ["p"], {"p": INTEGER}, id="required"),
-        pytest.param({"p": INTEGER}, [], {"p": {"type": ["integer", "null"]}}, id="optional"),
         pytest.param({"p": {"type": ["integer", "string"]}}, [], {"p": {"type": ["integer", "string", "null"]}},
                      id="optional-of-two-types"),
-        pytest.param({"p": {"type": ["integer", "null"]}}, [], {"p": {"type": ["integer", "null"]}},
-                     id="nullable-already"),
         pytest.param({"p": {"anyOf": [STRING, NULL], "default": None, "title": "P"}}, [],
                      {"p": {"anyOf": [STRING, NULL]}}, id="pydantic-optional"),
         pytest.param({"p": {"anyOf": [STRING, INTEGER]}}, [], {"p": {"anyOf": [{"anyOf": [STRING, INTEGER]}, NULL]}},
                      id="optional-union"),
         pytest.param({"p": {}}, [], {"p": {}}, id="anything"),
-        pytest.param({"p": PART}, ["p"], {"p": PART_CLOSED}, id="nested-object"),
         pytest.param({"p": {"type": "array", "items": PART}}, ["p"], {"p": {"type": "array", "items": PART_CLOSED}},
                      id="array-of-objects"),
-        pytest.param({"p": {"anyOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="anyOf"),
         pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="oneOf"),
         pytest.param({"p": {"oneOf": [INTEGER, STRING], "description": "D"}}, [],
                      {"p": {"anyOf": [{"anyOf": [INTEGER, STRING], "description": "D"}, NULL]}}, id="optional-oneOf"),
-        pytest.param({"p": {**STRING, "maxLength": 40, "description": "Where to look."}}, ["p"],
-                     {"p": {**STRING, "description": "Where to look. (maxLength: 40)"}}, id="told-in-the-description"),
         pytest.param({"p": {**STRING, "minLength": 1, "format": "uri"}}, [],
                      {"p": {"type": ["string", "null"], "description": "(minLength: 1, format: uri)"}},
                      id="told-alone"),
-        pytest.param({"p": {**STRING, "pattern": "^(?!-)", "format": "uri"}}, ["p"],
-                     {"p": {**STRING, "description": "(pattern: ^(?!-), format: uri)"}}, id="looks-around"),
+        pytest.param({"p": {**STRING, "pattern": "^(?!-)", "maxLength": 40, "description": "Where."}}, ["p"],
+                     {"p": {**STRING, "description": "Where. (pattern: ^(?!-), maxLength: 40)"}}, id="told-in-words"),
         pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
                      {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
         pytest.param({"p": {"type": "array", "items": STRING, "uniqueItems": True, "minItems": 1}}, ["p"],
@@ -416,7 +347,6 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
                      {"p": {"type": "array", "items": STRING, "description": '(contains: {"const":"a"})'}},
                      id="told-as-json"),
         pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
-        pytest.param({"p": {"type": "object"}}, ["p"], {"p": closed({})}, id="object-without-properties"),
         pytest.param({"p": {"type": "object", "additionalProperties": False}}, ["p"], {"p": closed({})},
                      id="closed-already"),
         pytest.param({}, [], {}, id="nothing"),
@@ -442,19 +372,14 @@ def test_strict_mode_requires_every_property_and_closes_every_object(
     ("schema", "accepted", "refused"),
     [
         pytest.param({"const": "a"}, ["a", None], ["b", 1], id="const"),
-        pytest.param({**STRING, "const": "a"}, ["a", None], ["b", 1], id="typed-const"),
-        pytest.param({"const": None}, [None], ["b"], id="const-null"),
         pytest.param({"enum": ["a", 1]}, ["a", 1, None], ["b"], id="enum"),
         pytest.param({"type": ["string", "null"], "enum": ["a"]}, ["a", None], ["b"], id="enum-that-forgot-null"),
         pytest.param({"anyOf": [{**STRING, "enum": ["a"]}, INTEGER]}, ["a", 1, None], ["b"], id="union-with-enum"),
         pytest.param({"type": "string", "anyOf": [{"pattern": "^a"}]}, ["ab", None], ["b", 1], id="type-and-union"),
-        pytest.param({"enum": ["a"], "anyOf": [STRING]}, ["a", None], ["b"], id="enum-and-union"),
         pytest.param({"allOf": [INTEGER, {"minimum": 1}]}, [1, None], [0, "a"], id="allOf"),
-        pytest.param({"oneOf": [INTEGER, STRING]}, [1, "a", None], [1.5], id="oneOf"),
         pytest.param({"not": NULL}, [1, None], [], id="not"),
         pytest.param(PART, [{"a": "", "b": None}, {"a": "", "b": 1}, None], [{"a": ""}, {"a": None, "b": 1}],
                      id="object"),
-        pytest.param({"type": "array", "items": INTEGER}, [[1], None], [[None]], id="array"),
     ],
 )  # fmt: skip
 def test_an_optional_property_accepts_what_it_did_and_null(
@@ -465,40 +390,32 @@ def test_an_optional_property_accepts_what_it_did_and_null(
     assert not validator.is_valid({})
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        pytest.param({"type": "object", "additionalProperties": True}, "additionalProperties", id="open"),
-        pytest.param({"type": "object", "additionalProperties": INTEGER}, "additionalProperties", id="dict-of-int"),
-        pytest.param({"type": "array", "items": {"additionalProperties": {}}}, "additionalProperties", id="in-items"),
-        pytest.param({"allOf": [INTEGER]}, "allOf", id="allOf"),
-        pytest.param({"anyOf": [INTEGER], "oneOf": [INTEGER]}, "oneOf", id="two-unions"),
-        pytest.param({"not": STRING}, "not", id="not"),
-        pytest.param({"if": STRING, "then": INTEGER}, "if", id="if"),
-        pytest.param({"description": "D"}, "any type", id="anything"),
-        pytest.param({"type": "array", "items": True}, "any type", id="anything-in-items"),
-        pytest.param({"type": "array", "prefixItems": [INTEGER]}, "prefixItems", id="tuple"),
-        pytest.param(None, "anyOf", id="union-at-the-root"),
-    ],
-)
-def test_what_strict_mode_cannot_say_is_warned_of_per_tool(
-    schema: dict[str, Any] | None, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
+UNSAYABLE: list[Any] = [
+    ({"type": "object", "additionalProperties": True}, "additionalProperties"),
+    ({"type": "array", "items": {"additionalProperties": {}}}, "additionalProperties"),
+    ({"allOf": [INTEGER]}, "allOf"),
+    ({"anyOf": [INTEGER], "oneOf": [INTEGER]}, "oneOf"),
+    ({"not": STRING}, "not"),
+    ({"type": "array", "prefixItems": [INTEGER]}, "prefixItems"),
+    (None, "anyOf"),
+]
+
+
+def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCaptureFixture) -> None:
+    modules: dict[str, Any] = {}
+    for number, (schema, _) in enumerate(UNSAYABLE):
+        whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
+        modules[f"odd.m{number}"] = accepting(whole)
     told = {**STRING, "minLength": 1, "format": "uri", "oneOf": [STRING, {**STRING, "maxLength": 3}]}
-    fine = {
-        "type": "object",
-        "properties": {"additionalProperties": INTEGER, "not": PART, "x": {"enum": [1]}, "y": told},
-    }
-    registry = registry_of({"odd.one": accepting(whole), "odd.two": accepting(whole), "fine.one": accepting(fine)})
+    fine = {"additionalProperties": INTEGER, "not": PART, "x": {"enum": [1]}, "y": told, "z": {}}
+    registry = registry_of({**modules, "some.fine": accepting({"type": "object", "properties": fine})})
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
         assert warnings_of(caplog) == [], "only strict mode warns"
-        assert len(to_openai_tools(registry, strict=True)) == 3
-    told = warnings_of(caplog)
-    assert any("odd.one" in text and words in text for text in told)
-    assert any("odd.two" in text and words in text for text in told)
-    assert "fine.one" not in "".join(told)
+        assert len(to_openai_tools(registry, strict=True)) == len(UNSAYABLE) + 1
+    for text, module_id, (_, words) in zip(warnings_of(caplog), modules, UNSAYABLE, strict=True):
+        assert module_id in text
+        assert words in text
 
 
 # ---- A model's call back ----
@@ -515,8 +432,8 @@ CALLED = {
         "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
         "tuple": {"type": "array", "prefixItems": [STRING, PART], "items": {"type": ["integer", "null"]}},
         "map": {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
+        "first": {"anyOf": [{"properties": {"x": {"type": ["integer", "null"]}}}, {"properties": {"x": INTEGER}}]},
         "both": {"allOf": [PART, {"properties": {"c": STRING}}]},
-        # Two open objects: the first would accept what was meant for the second, nulls and all.
         "either": {"anyOf": [
             {"type": "object", "properties": {"x": INTEGER}},
             {"type": "object", "properties": {"y": INTEGER, "z": STRING}},
@@ -558,6 +475,7 @@ CALLED = {
         pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
         pytest.param({"tuple": ["a", {"a": "", "b": None}, None]}, {"tuple": ["a", {"a": ""}, None]}, id="in-a-tuple"),
         pytest.param({"map": {"k": {"a": "", "b": None}, "x_k": None}}, {"map": {"k": {"a": ""}}}, id="in-a-map"),
+        pytest.param({"first": {"x": None}}, {"first": {"x": None}}, id="in-the-first-that-fits"),
         pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
         pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
         pytest.param({"nested": {"in": {"x": None}, "of": None}}, {"nested": {"in": {}}}, id="in-one-of-two-that-fit"),
@@ -565,22 +483,17 @@ CALLED = {
         pytest.param({"mapped": {"a": 1, "b": None}}, {"mapped": {"a": 1, "b": None}}, id="in-a-map-of-nulls"),
         pytest.param({"open": {"a": "", "x": None}}, {"open": {"a": "", "x": None}}, id="in-an-open-object"),
         pytest.param("", {}, id="empty-text"),
-        pytest.param("{}", {}, id="empty-object"),
-        pytest.param({}, {}, id="empty-dict"),
     ],
 )  # fmt: skip
 def test_the_nulls_that_stand_for_absence_are_dropped(arguments: str | dict[str, Any], inputs: dict[str, Any]) -> None:
     registry = registry_of({"m.a": accepting(CALLED)})
     before = copy.deepcopy(arguments)
     assert from_openai_call(registry, "m-a", arguments) == ("m.a", inputs)
-    assert from_openai_call(Executor(registry), "m-a", arguments) == ("m.a", inputs)
     assert arguments == before
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["{", "nonsense", "  ", "[]", "null", '"text"', "5", "{'a': 1}", '{"x": NaN}', "[" * 100_000, None, [], 5],
-    ids="open word blank list null text number python nan deep None a-list a-number".split(),
+    "arguments", ["{", "[]", '{"x": NaN}', "[" * 100_000, None], ids=["open", "list", "nan", "deep", "None"]
 )
 def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"m-a|line 1 column"):
@@ -593,37 +506,29 @@ def test_what_no_schema_describes_stays_as_it_is_however_deep() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_branches_inside_branches_take_no_longer_than_they_are_many() -> None:
-    closed = {"type": "object", "additionalProperties": False}
-    schema: dict[str, Any] = {**closed, "properties": {"leaf": STRING}}
-    sent: dict[str, Any] = {"leaf": None}
-    for _ in range(24):
-        schema = {**closed, "properties": {"a": {"anyOf": [schema, NULL]}, "b": STRING}}
-        sent = {"a": sent, "b": None}
-    _, inputs = from_openai_call(registry_of({"m.a": FunctionalModule(echo, input_schema=schema)}), "m-a", sent)
-    assert "null" not in json.dumps(inputs)
-    assert inputs.keys() == {"a"}
-
-
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(wrong: bool) -> None:
-    """Unions three wide and eight deep, of which a slightly wrong call fits none, and a pattern that hangs."""
+    """Unions three wide and seven deep, of which a slightly wrong call fits none, a pattern that hangs, long lists."""
     schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING, "opt": INTEGER}, "required": ["leaf"]}
     sent: dict[str, Any] = {"leaf": 5 if wrong else "a", "opt": None}
-    for _ in range(7):
+    for _ in range(6):
         tagged = [{"type": "object", "properties": {"in": schema, f"b{i}": STRING}} for i in range(3)]
         schema = {"type": "object", "properties": {"a": {"anyOf": tagged}}}
         sent = {"a": {"in": sent, "b2": None}}
     text = {**STRING, "pattern": r"^(\w+\s?)+$"}
-    names = {"anyOf": [{"type": "object", "properties": {"n": text}}, {"type": "array", "items": text}]}
-    whole = {"type": "object", "properties": {"deep": schema, "names": names}}
+    keys = {"type": "object", "patternProperties": {text["pattern"]: INTEGER}}
+    names = {"anyOf": [{"type": "object", "properties": {"n": text, "k": keys}}, {"type": "array", "items": text}]}
+    wide = {"type": "object", "properties": {f"p{i}": STRING for i in range(200)}}
+    rows = {"type": "array", "items": {"anyOf": [wide, NULL]}}
+    whole = {"type": "object", "properties": {"deep": schema, "names": names, "rows": rows}}
     registry = registry_of({"m.a": FunctionalModule(echo, input_schema=whole)})
-    _, inputs = from_openai_call(registry, "m-a", {"deep": sent, "names": {"n": "a" * 28 + "!"}})
+    hanging = "a" * 28 + "!"
+    given = {"deep": sent, "names": {"n": hanging, "k": {hanging: 1}}, "rows": [{}] * 10_000}
+    _, inputs = from_openai_call(registry, "m-a", given)
     assert wrong or "null" not in json.dumps(inputs)
 
 
-@pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", "m-a-", "", "m.a.b"])
+@pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", ""])
 def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}
     modules = {
@@ -657,7 +562,7 @@ def test_strict_mode_can_say_every_example_and_its_calls_come_back(caplog: pytes
             assert Draft202012Validator(definition.input_schema).is_valid(inputs)
 
 
-@QUICK
+@settings(QUICK, max_examples=25)
 @given(st.data())
 def test_what_a_model_sends_in_strict_mode_comes_back_as_the_inputs_it_meant(data: st.DataObject) -> None:
     model, values, _ = data.draw(models())
@@ -714,15 +619,14 @@ async def test_a_model_is_told_of_each_file_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        pytest.param("m-run", {"fails": True}, "Internal error occurred", id="raises"),
-        pytest.param("m-run", {"x": "1"}, "Input validation failed:\n- x: '1' is not of type 'integer' (type)",
-                     id="wrong"),
-        pytest.param("m-none", "{}", "Module not found: m-none", id="unknown"),
-        pytest.param("m-hidden", "{}", "Module not found: m-hidden", id="hidden"),
-        pytest.param("m" * 54 + "-012345678", "{}", f"Module not found: {'m' * 54}-012345678", id="shortened"),
-        pytest.param("m-run", "[]", "Invalid input: Arguments of 'm-run' must be a JSON object, got list", id="list"),
+        ("m-run", {"fails": True}, "Internal error occurred"),
+        ("m-run", {"x": "1"}, "Input validation failed:\n- x: '1' is not of type 'integer' (type)"),
+        ("m-hidden", "{}", "Module not found: m-hidden"),
+        ("m" * 54 + "-012345678", "{}", f"Module not found: {'m' * 54}-012345678"),
+        ("m-run", "[]", "Invalid input: Arguments of 'm-run' must be a JSON object, got list"),
     ],
-)  # fmt: skip
+    ids=["raises", "wrong", "hidden", "shortened", "list"],
+)
 async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, arguments: Any, told: str) -> None:
     hidden = FunctionalModule(running, annotations=ModuleAnnotations(discoverable=False))
     registry = registry_of({"m.run": FunctionalModule(running, input_schema=RUN), "m.hidden": hidden})
@@ -746,13 +650,12 @@ async def test_a_call_of_a_model_is_made_for_its_caller_and_asks_nobody() -> Non
 async def test_a_call_of_a_model_can_be_cancelled() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    async def wait(inputs: dict[str, Any], context: Any) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
-        return {}
 
     call = asyncio.create_task(run_openai_call(registry_of({"m.run": wait}), "m-run", "{}"))
     async with asyncio.timeout(20):

@@ -12,8 +12,8 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -22,7 +22,7 @@ from conftest import ANYTHING, HANDSHAKE, MODERN, FunctionalModule, connect, ech
 from jsonschema import Draft202012Validator
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 from support import REDACTED, Size, gives, parsed, success_text
 
 PNG = base64.b64decode(
@@ -59,81 +59,59 @@ async def test_an_image_of_a_pydantic_model_arrives_as_image_content(mode: str) 
     assert (tool.output_schema, result.structured_content) == (None, None), "Codex would show its model that instead"
 
 
-@pytest.mark.parametrize(
-    ("media_type", "kind"),
-    [("image/svg+xml", "image"), ("audio/wav", "audio"), ("application/pdf", "resource"), ("text/csv", "resource")],
-)
-async def test_the_media_type_decides_on_the_kind_of_content(media_type: str, kind: str) -> None:
+async def test_the_media_type_decides_on_the_kind_of_content() -> None:
+    """Also of bytes, and in the alphabet of URLs: it is sent in the standard one."""
+
+    class Raw(BaseModel):
+        file: bytes = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "audio/wav"})
+
     data = base64.b64encode(AWKWARD).decode()
-    module = drawing({"file": data, "n": 1}, {"file": base64_of(media_type), "n": {"type": "integer"}})
-    async with connect({"make.file": module}) as client:
-        content = (await client.call_tool("make.file", {})).content
-    assert [part.type for part in content] == ["text", kind]
-    if kind == "resource":
-        resource = content[1].resource
-        assert (resource.uri, resource.mime_type, resource.blob) == ("media://make.file/file", media_type, data)
-    else:
-        assert (content[1].mime_type, content[1].data) == (media_type, data)
+    modules = {
+        "make.image": drawing({"file": data}, {"file": base64_of("image/svg+xml")}),
+        "make.audio": FunctionalModule(lambda inputs, context: {"file": AWKWARD}, output_schema=Raw),
+        "make.resource": drawing(
+            {"file": base64.urlsafe_b64encode(AWKWARD).decode()}, {"file": base64_of("application/pdf")}
+        ),
+    }
+    async with connect(modules) as client:
+        for name, media_type in zip(modules, ("image/svg+xml", "audio/wav", "application/pdf"), strict=True):
+            _, part = (await client.call_tool(name, {})).content
+            assert f"make.{part.type}" == name
+            if name == "make.resource":
+                resource = part.resource
+                assert resource.uri == "media://make.resource/file"
+                assert (resource.mime_type, resource.blob) == (media_type, data)
+            else:
+                assert (part.mime_type, part.data) == (media_type, data)
 
 
-async def test_urlsafe_base64_and_bytes_are_sent_in_the_standard_alphabet() -> None:
-    class Both(BaseModel):
-        raw: bytes = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
-        encoded: str = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
-
-    output = {"raw": AWKWARD, "encoded": base64.urlsafe_b64encode(AWKWARD).decode()}
-    module = FunctionalModule(lambda inputs, context: output, output_schema=Both)
-    async with connect({"t.both": module}) as client:
-        result = await client.call_tool("t.both", {})
-    assert [part.data for part in result.content[1:]] == [base64.b64encode(AWKWARD).decode()] * 2
-
-
-@pytest.mark.parametrize(
-    ("output", "parts"),
-    [
-        pytest.param({"n": 1}, 0, id="left-out"),
-        pytest.param({"n": 1, "file": None}, 0, id="null"),
-        pytest.param({"n": 1, "file": ""}, 0, id="empty"),
-        pytest.param({"n": 1, "file": "AAAA"}, 1, id="there"),
-    ],
-)
-async def test_a_file_may_be_missing(output: dict[str, Any], parts: int) -> None:
-    optional = {"anyOf": [base64_of("image/png"), {"type": "null"}]}
-    module = drawing(output, {"file": optional, "n": {"type": "integer"}}, required=["n"])
-    async with connect({"t.maybe": module}) as client:
-        result = await client.call_tool("t.maybe", {})
-    assert len(result.content) == 1 + parts
-    assert json.loads(result.content[0].text) == {"n": 1}
+OPTIONAL = {"anyOf": [base64_of("image/png"), {"type": "null"}]}
+PICTURE = {"type": "object", "properties": {"file": base64_of("image/png")}, "required": ["file"]}
+FILES: dict[str, tuple[Any, dict[str, Any], int | None]] = {
+    "left_out": ({"properties": {"file": OPTIONAL}, "required": ["n"]}, {"n": 1}, 0),
+    "null": ({"properties": {"file": OPTIONAL}}, {"n": 1, "file": None}, 0),
+    "empty": ({"properties": {"file": OPTIONAL}}, {"n": 1, "file": ""}, 0),
+    "there": ({"properties": {"file": OPTIONAL}}, {"n": 1, "file": "AAAA"}, 1),
+    "in_one_variant": ({"anyOf": [PICTURE, {"required": ["reason"]}]}, {"n": 1, "file": "AAAA"}, 1),
+    "not_base64": ({"properties": {"file": base64_of("image/png")}}, {"file": "data:image/png;base64,AAAA"}, None),
+}
+"""An output schema, an output, and how many files come of it."""
 
 
-async def test_a_tool_with_a_file_promises_nothing_so_that_no_client_shows_the_rest_instead_of_it(mode: str) -> None:
-    """Codex shows its model the structured content of a result instead of its content, pictures included."""
-    properties = {"file": base64_of("image/png"), "n": {"type": "integer"}}
-    module = drawing({"file": "AAAA", "n": 1}, properties, required=["file", "n"], additionalProperties=False)
-    async with connect({"t.closed": module}, mode=mode) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool("t.closed", {})
-    assert (tool.output_schema, result.structured_content) == (None, None)
-    assert [part.type for part in result.content] == ["text", "image"]
-    assert json.loads(result.content[0].text) == {"n": 1}
-
-
-async def test_a_file_of_one_variant_is_a_file() -> None:
-    picture = {"type": "object", "properties": {"file": base64_of("image/png")}, "required": ["file"]}
-    nothing = {"type": "object", "properties": {"reason": {"type": "string"}}, "required": ["reason"]}
-    module = FunctionalModule(lambda inputs, context: {"file": "AAAA"}, output_schema={"anyOf": [picture, nothing]})
-    async with connect({"t.either": module}) as client:
-        result = await client.call_tool("t.either", {})
-    assert [part.type for part in result.content] == ["text", "image"]
-    assert result.content[0].text == "{}"
-
-
-async def test_what_is_no_base64_is_an_error_not_a_broken_image() -> None:
-    module = drawing({"file": "data:image/png;base64,AAAA"}, {"file": base64_of("image/png")})
-    async with connect({"t.broken": module}) as client:
-        result = await client.call_tool("t.broken", {})
-    assert result.is_error
-    assert [part.text for part in result.content] == ["Failed to serialize module output"]
+async def test_a_file_is_sent_where_there_is_one_and_what_is_none_is_an_error() -> None:
+    modules = {
+        f"t.{name}": FunctionalModule(lambda *_, output=output: output, output_schema={"type": "object", **schema})
+        for name, (schema, output, _) in FILES.items()
+    }
+    async with connect(modules) as client:
+        for name, (_, _, parts) in FILES.items():
+            result = await client.call_tool(f"t.{name}", {})
+            if parts is None:
+                assert result.is_error
+                assert [part.text for part in result.content] == ["Failed to serialize module output"]
+            else:
+                assert [part.type for part in result.content] == ["text", *["image"] * parts], name
+                assert json.loads(result.content[0].text) == {"n": 1}
 
 
 @pytest.mark.parametrize("redact_output", [True, False])
@@ -157,7 +135,7 @@ async def test_an_encoded_string_without_a_media_type_stays_text() -> None:
     assert result.structured_content == {"key": "AAAA"}
 
 
-async def test_a_streaming_module_sends_its_file_with_the_result_and_not_with_progress(mode: str) -> None:
+async def test_a_streaming_module_sends_its_file_with_the_result_and_not_with_progress() -> None:
     class Painter(FunctionalModule):
         async def stream(self, inputs: dict[str, Any], context: Any) -> Any:
             yield {"strokes": 1}
@@ -171,7 +149,7 @@ async def test_a_streaming_module_sends_its_file_with_the_result_and_not_with_pr
     async def progress(done: float, total: float | None, message: str | None) -> None:
         told.append(message)
 
-    async with connect({"t.paint": module}, mode=mode) as client:
+    async with connect({"t.paint": module}) as client:
         result = await client.call_tool("t.paint", {}, progress_callback=progress)
     assert [part.type for part in result.content] == ["text", "image"]
     assert json.loads(result.content[0].text) == {"strokes": 2}
@@ -205,21 +183,16 @@ PLUS_TWO = timezone(timedelta(hours=2))
 # A value that a module may return, what its JSON is, and what reads that back.
 VALUES: dict[str, tuple[Any, type, Callable[[Any], Any]]] = {
     "date": (date(2026, 2, 3), str, date.fromisoformat),
-    "datetime": (datetime(2026, 2, 3, 4, 5, 6, 789), str, datetime.fromisoformat),
     "datetime_zone": (datetime(2026, 2, 3, 4, 5, tzinfo=PLUS_TWO), str, datetime.fromisoformat),
     "uuid": (UUID("12345678-1234-5678-1234-567812345678"), str, UUID),
-    "path": (PurePosixPath("/tmp/a b"), str, PurePosixPath),
     "decimal": (Decimal("1.10"), str, Decimal),
     "enum": (Color.RED, str, Color),
     "bytes": (b"hello", str, from_base64),
     "bytes_not_utf8": (b"\xff\xfe\x00\xfb\xef\xbe", str, from_base64),
     "set": ({1, 2, 3}, list, set),
-    "frozenset": (frozenset({"a"}), list, frozenset),
     "tuple": ((1, "a"), list, tuple),
-    "model": (Size(width=1, made=date(2026, 2, 3)), dict, Size.model_validate),
     "models": ([{"size": Size(width=1, made=date(2026, 2, 3))}], list, lambda v: [{"size": Size(**v[0]["size"])}]),
     "object": (Thing(), str, lambda text: text if text != "a thing" else VALUES["object"][0]),
-    "class": (Exception("as text"), str, lambda text: text if text != "as text" else VALUES["class"][0]),
     "unicode": ('é "quoted" \u2028 \U0001f600 </script>', str, str),
     "big_integer": (2**80, int, int),
     "nothing": (None, type(None), lambda value: value),
@@ -270,7 +243,7 @@ async def test_an_empty_answer_is_an_answer(output: Any, texts: list[str], mode:
 class Part(BaseModel):
     size: Size
     note: str | None = None
-    source: str = Field("x", alias="from")
+    source: str = "x"
 
 
 class Everything(BaseModel):
@@ -301,17 +274,17 @@ EVERYTHING: dict[str, Any] = {
     "color": Color.RED,
     "tags": {"a", "b"},
     "pair": (1, "a"),
-    "parts": [Part(size=Size(width=1, made=date(2026, 1, 1)), **{"from": "y"})],
-    "by_name": {"a": {"size": {"width": 1, "made": date(2026, 1, 1)}, "from": "z"}},
+    "parts": [Part(size=Size(width=1, made=date(2026, 1, 1)), source="y")],
+    "by_name": {"a": {"size": {"width": 1, "made": date(2026, 1, 1)}, "source": "z"}},
     "ratio": 2,
     "raw": b"\xff\xfe",
 }
 
 
 @pytest.mark.requirement("FR-SCHEMA-005")
-async def test_structured_content_satisfies_the_advertised_schema(mode: str) -> None:
+async def test_structured_content_satisfies_the_advertised_schema() -> None:
     """The SDK's client checks it too, and raises when it does not hold."""
-    async with connect({"demo.all": gives(EVERYTHING, output_schema=Everything)}, mode=mode) as client:
+    async with connect({"demo.all": gives(EVERYTHING, output_schema=Everything)}) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("demo.all", {})
     assert tool.output_schema is not None
@@ -322,56 +295,40 @@ async def test_structured_content_satisfies_the_advertised_schema(mode: str) -> 
     checker = Draft202012Validator.FORMAT_CHECKER
     Draft202012Validator(tool.output_schema, format_checker=checker).validate(result.structured_content)
     assert "date-time" not in json.dumps(tool.output_schema)
-    assert result.structured_content["parts"][0]["from"] == "y"
+    assert result.structured_content["parts"][0]["source"] == "y"
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        pytest.param({}, id="empty"),
-        pytest.param({"type": "array", "items": {}}, id="not-an-object"),
-        pytest.param({"type": ["string", "null"]}, id="a-string"),
-    ],
-)
-async def test_without_an_object_schema_only_text_is_sent(schema: dict[str, Any]) -> None:
-    async with connect({"demo.plain": gives(None if schema else {"a": 1}, output_schema=schema)}) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool("demo.plain", {})
-    assert tool.output_schema is None
-    assert result.structured_content is None
-    assert success_text(result)
+async def test_without_an_object_schema_only_text_is_sent() -> None:
+    modules = {"demo.empty": gives({"a": 1}, output_schema={}),
+               "demo.list": gives(None, output_schema={"type": "array", "items": {}}),
+               "demo.text": gives(None, output_schema={"type": ["string", "null"]})}  # fmt: skip
+    async with connect(modules) as client:
+        for tool in (await client.list_tools()).tools:
+            result = await client.call_tool(tool.name, {})
+            assert (tool.output_schema, result.structured_content) == (None, None)
+            assert success_text(result)
 
 
-class Sizes(BaseModel):
-    sizes: Annotated[list[int], BeforeValidator(lambda given: [1] if given == "one" else given)]
-
-
-class Adding(Middleware):
+class Timing(Middleware):
     def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-        return {**output, "n": "one"} if module_id == "demo.added" else None
+        return {**output, "took_ms": 1}
 
 
-async def test_what_breaks_the_advertised_schema_is_an_error_though_apcore_lets_it_pass(mode: str) -> None:
+async def test_what_middleware_adds_to_a_closed_output_breaks_no_promise() -> None:
+    """apcore has held the output against its schema before; the SDK's client holds the result against the promise."""
     closed = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
-    needing = {**closed, "required": ["n"]}
-    modules = {
-        "demo.none": gives(None, output_schema=needing),
-        "demo.added": gives({"n": 1}, output_schema=closed),
-        "demo.read": gives({"sizes": "one"}, output_schema=Sizes),
-    }
-    executor = Executor(registry_of(modules))
-    executor.use(Adding())
-    async with connect(executor, mode=mode) as client:
-        results = [await client.call_tool(name, {}) for name in modules]
-    told = [part.text.partition("\n")[0] for result in results for part in result.content if part.type == "text"]
-    assert told == ["Output validation failed:"] * 3
+    executor = Executor(registry_of({"demo.added": gives({"n": 1}, output_schema=closed)}))
+    executor.use(Timing())
+    async with connect(executor) as client:
+        assert (await client.call_tool("demo.added", {})).structured_content == {"n": 1, "took_ms": 1}
 
 
-class Unprintable:
-    def __str__(self) -> str:
-        raise KeyboardInterrupt("/etc/passwd")
-
-    __repr__ = __str__
+async def test_a_none_that_breaks_the_advertised_schema_is_an_error_though_apcore_lets_it_pass() -> None:
+    needing = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    async with connect({"demo.none": gives(None, output_schema=needing)}) as client:
+        result = await client.call_tool("demo.none", {})
+    assert result.is_error
+    assert result.content[0].text.partition("\n")[0] == "Output validation failed:"
 
 
 class Unwilling:
@@ -388,39 +345,25 @@ def cycle() -> dict[str, Any]:
 UNSAYABLE: dict[str, Callable[[], dict[str, Any]]] = {
     "nan": lambda: {"value": float("nan")},
     "infinity": lambda: {"value": [{"deep": float("inf")}]},
-    "minus_infinity": lambda: {"value": float("-inf")},
     "cycle": cycle,
     "surrogate": lambda: {"value": "a\ud800b"},
-    "surrogate_key": lambda: {"a\ud800b": 1},
     "str_raises": lambda: {"value": Unwilling()},
-    "str_exits": lambda: {"value": Unprintable()},
 }
 
 
-@pytest.fixture(scope="module")
-def unsayable() -> Iterator[str]:
-    """A server of two modules for each row, with and without an output schema, and of one that works."""
+@pytest.mark.requirement("FR-EXEC-002")
+async def test_what_json_cannot_say_is_an_error_and_the_server_lives_on() -> None:
     modules: dict[str, Any] = {"says.fine": echo}
     for name, make in UNSAYABLE.items():
         for form, schema in (("typed", ANYTHING), ("plain", {})):
-            module = FunctionalModule(lambda inputs, context, make=make: make(), output_schema=schema)
-            modules[f"{form}.{name}"] = module
-    with serving(registry_of(modules)) as url:
-        yield url
-
-
-@pytest.mark.requirement("FR-EXEC-002")
-@pytest.mark.parametrize("name", UNSAYABLE)
-async def test_what_json_cannot_say_is_an_error_and_the_server_lives_on(unsayable: str, name: str) -> None:
-    async with client_of(unsayable) as client:
-        results = [await client.call_tool(f"{form}.{name}", {}) for form in ("typed", "plain")]
-        after = await client.call_tool("says.fine", {"a": 1})
-    for result in results:
-        assert [part.model_dump()["text"] for part in result.content] == ["Failed to serialize module output"]
-        assert result.is_error is True
-        assert result.structured_content is None
-        assert "/etc" not in result.model_dump_json(by_alias=True)
-    assert parsed(success_text(after)) == {"a": 1}
+            modules[f"{form}.{name}"] = FunctionalModule(lambda *_, make=make: make(), output_schema=schema)
+    async with connect(modules) as client:
+        for name in list(modules)[1:]:
+            result = await client.call_tool(name, {})
+            assert [part.model_dump()["text"] for part in result.content] == ["Failed to serialize module output"], name
+            assert (result.is_error, result.structured_content) == (True, None)
+            assert "/etc" not in result.model_dump_json(by_alias=True)
+        assert parsed(success_text(await client.call_tool("says.fine", {"a": 1}))) == {"a": 1}
 
 
 async def test_five_megabytes_arrive_whole(mode: str) -> None:
@@ -471,3 +414,18 @@ async def test_an_output_formatter_writes_the_text_and_nothing_else(
     assert (typed.structured_content, plain.structured_content) == (shown, None)
     failed = [r for r in caplog.records if "output_formatter failed" in r.getMessage() and r.exc_info]
     assert len(failed) == (2 if text == "JSON" else 0)
+
+
+async def test_a_decimal_is_a_number_where_a_dict_schema_says_so_and_keeps_its_digits_in_a_model() -> None:
+    class Priced(BaseModel):
+        price: Decimal = Field(gt=0, max_digits=20, decimal_places=2)
+
+    union = {"anyOf": [{"type": "number"}, {"type": "string"}]}
+    schema = {"type": "object", "properties": {"n": {"type": "number"}, "s": union}}
+    modules = {
+        "a.dict": gives({"n": Decimal("1.5"), "s": "x"}, output_schema=schema),
+        "a.model": gives({"price": Decimal("12345678901234567.89")}, output_schema=Priced),
+    }
+    async with connect(modules) as client:
+        assert (await client.call_tool("a.dict", {})).structured_content == {"n": 1.5, "s": "x"}
+        assert (await client.call_tool("a.model", {})).structured_content == {"price": "12345678901234567.89"}

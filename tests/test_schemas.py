@@ -13,22 +13,13 @@ import math
 from typing import Any
 
 import pytest
-from apcore.decorator import module
 from conftest import FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models, mutations
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import (
-    DATA,
-    INTEGER,
-    STRING,
-    check,
-    nested,
-    one,
-    subschemas,
-)
+from support import DATA, INTEGER, STRING, check, nested, one, subschemas
 
 from apcore_mcp import to_openai_tools
 
@@ -153,11 +144,9 @@ def test_a_schema_comes_out_self_contained(declared: dict[str, Any], expected: d
     ("declared", "accepted", "refused"),
     [
         pytest.param({"$ref": "#/$defs/Small", "minimum": 3}, [3, 4, 5], [2, 6, "4"], id="both-bounds"),
-        pytest.param({"$ref": "#/$defs/Small", "maximum": 9}, [5], [6, 9], id="the-tighter-one-in-the-definition"),
         pytest.param({"$ref": "#/$defs/Small", "maximum": 3}, [3], [4], id="the-tighter-one-beside-it"),
         pytest.param({"$ref": "#/$defs/Small", "type": "number"}, [1], [1.5], id="two-types"),
         pytest.param({"$ref": "#/$defs/Small", "allOf": [{"minimum": 3}]}, [4], [2, 6], id="an-allOf-of-its-own"),
-        pytest.param({"$ref": "#/$defs/Small", "minimum": 3, "description": "d"}, [4], [2, 6], id="with-annotations"),
         pytest.param({"$ref": "#/$defs/Closed", "properties": {"b": {}}}, [{}, {"a": 1}], [{"b": 1}], id="closed"),
         pytest.param({"$ref": "#/$defs/Yes"}, [1, None], [], id="true"),
         pytest.param({"$ref": "#/$defs/No"}, [], [1, None], id="false"),
@@ -197,12 +186,13 @@ def test_every_type_and_keyword_is_kept() -> None:
 
 # What no validator can work with, apcore's included: it comes from other dialects, other worlds and slips.
 ILLEGAL: list[dict[str, Any]] = [
-    {"minLength": "x"}, {"minLength": -1}, {"minLength": 1.5}, {"minimum": None}, {"multipleOf": 0}, {"enum": "x"},
+    {"minLength": "x"}, {"minLength": -1}, {"minLength": 1.5}, {"minimum": None},
+    {"exclusiveMaximum": "5"}, {"multipleOf": 0}, {"enum": "x"},
     {"required": [1]}, {"required": ["a", "a"]}, {"required": True}, {"exclusiveMinimum": True}, {"type": []},
     {"items": [INTEGER, STRING]}, {"prefixItems": INTEGER}, {"prefixItems": []}, {"anyOf": []}, {"allOf": [None]},
     {"anyOf": {"type": "string"}}, {"not": "x"}, {"additionalProperties": "no"}, {"dependentRequired": {"a": "b"}},
     {"properties": {"a": 1}}, {"patternProperties": {"(": {}}}, {"pattern": "(a"}, {"pattern": 5}, {"uniqueItems": 1},
-    {"description": 5}, {"examples": {"a": 1}}, {"deprecated": "yes"}, {"$ref": ["#"]},
+    {"description": 5}, {"enum": []}, {"examples": {"a": 1}}, {"deprecated": "yes"}, {"$ref": ["#"]},
 ]  # fmt: skip
 LOOP: dict[str, Any] = {"type": "object"}
 LOOP["properties"] = {"p": LOOP}
@@ -210,27 +200,23 @@ BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "
 CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
 REFUSED = {
     "circular": (one({"$ref": "#/$defs/A"}, **CYCLE), "A -> B -> A"),
-    "refers-to-itself": (one({"$ref": "#/$defs/A"}, **{"$defs": {"A": {"$ref": "#/$defs/A"}}}), "A -> A"),
     "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
     "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
     "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
+    "50001-schemas": ({"type": "object", "properties": {f"p{n}": {} for n in range(50_000)}}, "50000 nodes"),
     "5000-levels-of-properties": (nested(5_000), ""),
     "5000-levels-of-data": (one({"default": DATA}), ""),
     "python-object-in-itself": (LOOP, ""),
     "root-array": ({"type": "array", "items": STRING}, "array"),
-    "root-string": (STRING, "string"),
     "root-null-or-string": ({"type": ["null", "string"]}, ""),
     "root-union-without-an-object": ({"anyOf": [STRING, {"type": "array"}]}, ""),
-    "root-refers-to-a-string": ({"$ref": "#/$defs/A", "$defs": {"A": STRING}}, "string"),
     "infinity": (one({"enum": [-math.inf]}), ""),
     "lone-surrogate": (one({"description": "\ud800"}), ""),
     "unknown-type": (one({"type": "strng"}), ""),
     "required-is-a-string": (one(STRING, required="p"), ""),
-    "properties-are-a-list": ({"type": "object", "properties": ["p"]}, ""),
     "property-without-a-schema": (one(None), ""),
-    "reference-to-a-number": (one({"$ref": 5}), ""),
     **{f"illegal-{n}": (one(schema), next(iter(schema))) for n, schema in enumerate(ILLEGAL)},
 }
 """Schemas that no client could use, and a word that the reason has to say."""
@@ -264,9 +250,7 @@ def test_a_refused_module_is_left_out_with_one_warning_that_names_it(
 @pytest.mark.parametrize("default", [datetime.datetime(2026, 1, 2), (1, 2), {3}, b"abc"], ids=str)
 def test_a_default_that_is_not_json_never_breaks_the_other_tools(default: Any) -> None:
     module = FunctionalModule(echo, input_schema=one({"default": default}))
-    tools = to_openai_tools(registry_of({"odd.module": module, "good.one": echo}))
-    assert tools[0]["function"]["name"] == "good-one"
-    json.dumps(tools, allow_nan=False)
+    json.dumps(to_openai_tools(registry_of({"odd.module": module})), allow_nan=False)
 
 
 def test_a_property_called_like_a_keyword_is_a_property() -> None:
@@ -279,7 +263,7 @@ def test_a_property_called_like_a_keyword_is_a_property() -> None:
 
 
 @pytest.mark.requirement("FR-SCHEMA-001", "FR-SCHEMA-004")
-async def test_the_served_list_shows_the_same_schemas_as_the_openai_list(mode: str) -> None:
+async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> None:
     """FR-SCHEMA-004: `parameters` is identical to MCP's `inputSchema`."""
     modules = {
         f"case.c{index}": FunctionalModule(echo, input_schema=copy.deepcopy(declared))
@@ -287,29 +271,29 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list(mode: s
     }
     registry = registry_of(modules)
     expected = {tool["function"]["name"]: tool["function"]["parameters"] for tool in to_openai_tools(registry)}
-    async with connect(registry, mode=mode) as client:
+    async with connect(registry) as client:
         tools = (await client.list_tools()).tools
     assert {tool.name.replace(".", "-"): tool.input_schema for tool in tools} == expected
     assert len(tools) == len(CONVERTED)
 
 
-async def test_wrong_arguments_are_told_in_the_order_of_the_schema(mode: str) -> None:
+async def test_wrong_arguments_are_told_in_the_order_of_the_schema() -> None:
     names = "alpha beta gamma delta epsilon zeta".split()
     schema = {"type": "object", "properties": dict.fromkeys(names, STRING)}
     module = FunctionalModule(echo, input_schema=schema)
-    async with connect({"m.a": module}, mode=mode, validate_inputs=True) as client:
+    async with connect({"m.a": module}, validate_inputs=True) as client:
         result = await client.call_tool("m.a", dict.fromkeys(reversed(names), 1))
     _, *lines = result.content[0].text.split("\n")  # type: ignore[union-attr]
     assert [line.split(":")[0] for line in lines] == [f"- {name}" for name in names]
 
 
 @pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
-async def test_one_circular_module_of_five_leaves_four_tools(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_circular_module_of_five_leaves_four_tools(caplog: pytest.LogCaptureFixture) -> None:
     """NFR-REL-002."""
     circular = FunctionalModule(echo, input_schema=REFUSED["circular"][0])
     modules = {"m.a": echo, "m.b": echo, "m.circular": circular, "m.c": echo, "m.d": echo}
     with caplog.at_level(logging.WARNING, logger="apcore_mcp"):
-        async with connect(modules, mode=mode) as client:
+        async with connect(modules) as client:
             for _ in range(2):
                 assert [tool.name for tool in (await client.list_tools()).tools] == ["m.a", "m.b", "m.c", "m.d"]
             assert (await client.call_tool("m.d", {"x": 1})).structured_content == {"x": 1}
@@ -320,16 +304,17 @@ async def test_one_circular_module_of_five_leaves_four_tools(mode: str, caplog: 
     assert "A -> B -> A" in warning.getMessage()
 
 
-@pytest.mark.parametrize("side", ["input_schema", "output_schema"])
-async def test_no_depth_of_nesting_keeps_the_client_from_reading_the_list(mode: str, side: str) -> None:
+async def test_no_depth_of_nesting_keeps_the_client_from_reading_the_list(mode: str) -> None:
     """Whatever limit there is, a schema at the edge of it must not take the list down at the client's end."""
     modules: dict[str, Any] = {
-        f"deep.m{levels}": FunctionalModule(echo, **{side: nested(levels)}) for levels in (30, *range(85, 105), 300)
+        f"{side}.m{levels}": FunctionalModule(echo, **{f"{side}_schema": nested(levels)})
+        for levels in (30, *range(85, 105), 300)
+        for side in ("input", "output")
     }
-    async with connect({**modules, "plain.module": echo}, mode=mode) as client:
+    async with connect(modules, mode=mode) as client:
         listed = {tool.name for tool in (await client.list_tools()).tools}
-    assert {"plain.module", "deep.m30"} <= listed
-    assert "deep.m300" not in listed
+    assert {"input.m30", "output.m30"} <= listed
+    assert listed.isdisjoint(["input.m300", "output.m300"])
 
 
 REDACTED = "***REDACTED***"
@@ -352,7 +337,6 @@ OUTPUTS = {
     "formats": (
         {"type": "object", "properties": FORMATS}, {"type": "object", "properties": dict.fromkeys(FORMATS, STRING)},
     ),
-    "no_choice": (one({"type": "array", "items": {"enum": [], "title": "T"}}), one({"type": "array", "items": {}})),
     "tuple": (one({"prefixItems": [INTEGER], "items": STRING}), one({"prefixItems": [INTEGER]})),
     "property_called_format": (one(ODD), one(ODD)),
 }  # fmt: skip
@@ -364,35 +348,17 @@ def test_a_default_that_json_cannot_say_is_dropped_and_not_the_module(value: Any
     assert to_openai_tools(registry)[0]["function"]["parameters"] == one({"type": "number"})
 
 
-async def test_a_function_with_an_infinite_default_is_served(mode: str) -> None:
-    @module(id="t.first")
-    def first(limit: float = math.inf) -> str:
-        return str(limit)
+def test_a_pattern_that_python_cannot_read_leaves_its_tool_out() -> None:
+    """As apcore holds values against a dict schema by Python's `re`, no call of that could succeed."""
 
-    async with connect({"t.first": first.apcore_module}, mode=mode) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool("t.first", {})
-    assert tool.input_schema["properties"]["limit"] == {"type": "number", "title": "Limit"}
-    assert result.structured_content == {"result": "inf"}
-
-
-async def test_a_pattern_that_only_pydantic_runs_leaves_the_schema_and_not_the_tool(mode: str) -> None:
     class Letters(BaseModel):
-        name: str = Field(pattern=r"^\p{L}+$", description="D")
-        ascii: str = Field("a", pattern="^a+$")
+        name: str = Field(pattern=r"^\p{L}+$")
 
-    async with connect({"t.letters": FunctionalModule(echo, input_schema=Letters)}, mode=mode) as client:
-        (tool,) = (await client.list_tools()).tools
-        taken, refused = [await client.call_tool("t.letters", {"name": name}) for name in ("né", "1")]
-    assert tool.input_schema["properties"]["name"] == {"type": "string", "title": "Name", "description": "D"}
-    assert tool.input_schema["properties"]["ascii"]["pattern"] == "^a+$"
-    assert (taken.is_error, refused.is_error) == (False, True)
-
-
-def test_a_pattern_that_nothing_runs_leaves_the_tool_out() -> None:
-    """apcore holds values against a dict schema by Python's `re`: no call could succeed."""
-    module = FunctionalModule(echo, input_schema=one({**STRING, "pattern": r"^\p{L}+$"}))
-    assert to_openai_tools(registry_of({"bad.one": module})) == []
+    bad = {
+        "bad.dict": FunctionalModule(echo, input_schema=one({**STRING, "pattern": r"^\p{L}+$"})),
+        "bad.model": FunctionalModule(echo, input_schema=Letters),
+    }
+    assert [t["function"]["name"] for t in to_openai_tools(registry_of({**bad, "good.one": echo}))] == ["good-one"]
 
 
 KEYED = {**STRING, "x-sensitive": True}
@@ -421,12 +387,12 @@ async def test_what_else_a_marked_value_may_be_is_never_listed(schema: dict[str,
 
 
 @pytest.mark.requirement("FR-SCHEMA-005")
-async def test_an_output_schema_is_advertised_when_it_promises_an_object(mode: str) -> None:
+async def test_an_output_schema_is_advertised_when_it_promises_an_object() -> None:
     modules = {
         f"out.{name}": FunctionalModule(echo, input_schema=one(FORMATS["time"]), output_schema=copy.deepcopy(declared))
         for name, (declared, _) in OUTPUTS.items()
     }
-    async with connect(modules, mode=mode) as client:
+    async with connect(modules) as client:
         tools = (await client.list_tools()).tools
     assert {tool.name: tool.output_schema for tool in tools} == {
         f"out.{name}": expected for name, (_, expected) in OUTPUTS.items()
@@ -450,12 +416,12 @@ MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1}, "named": {
             "either": "a", "held": "a", "counted": ["a", "b"], "unseen": {"ab": 1}, "tuple": [1, "a"]}  # fmt: skip
 
 
-async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_module_returns(mode: str) -> None:
+async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_module_returns() -> None:
     """TypeScript clients compile each of them with the `u` flag when they list, and lose every tool by one failure."""
     declared = {"type": "object", "properties": PATTERNS, "required": [*PATTERNS]}
     assert Draft202012Validator(declared).is_valid(MATCHING)
     module = FunctionalModule(lambda inputs, context: MATCHING, input_schema=declared, output_schema=declared)
-    async with connect({"m.a": module}, mode=mode) as client:
+    async with connect({"m.a": module}) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("m.a", MATCHING)
     assert tool.input_schema == check(declared), "inputs keep their patterns"
@@ -464,17 +430,6 @@ async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_modul
     assert tool.output_schema["required"] == [*PATTERNS]
     unwanted = {"pattern", "patternProperties", "not", "if", "then", "oneOf", "unevaluatedProperties"}
     assert [node for node in subschemas(tool.output_schema) if node.keys() & unwanted] == []
-
-
-async def test_a_price_is_a_result_to_clients_though_no_float_is_a_multiple_of_a_hundredth(mode: str) -> None:
-    """Pydantic allows for what a float cannot hold; the validators of the official clients do not."""
-
-    class Price(BaseModel):
-        value: float = Field(multiple_of=0.01)
-
-    module = FunctionalModule(lambda inputs, context: {"value": 1.13}, output_schema=Price)
-    async with connect({"m.a": module}, mode=mode) as client:
-        assert (await client.call_tool("m.a", {})).structured_content == {"value": 1.13}
 
 
 @pytest.mark.parametrize(("sensitive", "redact_output"), [(False, True), (True, False), (True, True)])

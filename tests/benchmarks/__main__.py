@@ -31,12 +31,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from apcore import Executor
+from apcore import Context, Executor
 
 import apcore_mcp
 
 from .client import HANDSHAKE, MODERN, ROOT, Server, Side
-from .server import KINDS, Order, modules
+from .server import KINDS, Order, guard, modules
 
 READING = """\
 Ratio: what ours costs by what the yardstick costs, so 1.00 is par and less is better, also where calls/s are shown.
@@ -85,10 +85,38 @@ class Sizes:
     many: int
     most: int
     lists: int  # tools listed in one measurement
+    guarded: int  # tools behind an ACL
+    workers: int
+    ways: tuple[tuple[str, str], ...]  # to list tools: era, names
 
 
-FULL = Sizes(rounds=11, calls=100, batch=500, load=200, few=100, many=1_000, most=5_000, lists=1_000)
-QUICK = Sizes(rounds=1, calls=3, batch=10, load=20, few=6, many=6, most=6, lists=6)
+EACH_WAY = tuple(itertools.product((HANDSHAKE, MODERN), ("module-id", "portable")))
+FULL = Sizes(
+    rounds=11,
+    calls=100,
+    batch=500,
+    load=200,
+    few=100,
+    many=1_000,
+    most=5_000,
+    lists=1_000,
+    guarded=300,
+    workers=2,
+    ways=EACH_WAY,
+)
+QUICK = Sizes(
+    rounds=1,
+    calls=3,
+    batch=10,
+    load=20,
+    few=6,
+    many=6,
+    most=6,
+    lists=6,
+    guarded=6,
+    workers=1,
+    ways=(EACH_WAY[0], EACH_WAY[-1]),
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +171,20 @@ class ExecutorAlone:
         return asyncio.run(work())
 
 
+def decisions(count: int) -> float:
+    """What the ACL alone takes to decide on so many tools."""
+    acl, names = guard(), modules(count).list()
+
+    async def work() -> float:
+        context = Context.create()
+        begin = time.perf_counter()
+        for name in names:
+            await acl.async_check_access(None, name, context)
+        return time.perf_counter() - begin
+
+    return asyncio.run(work())
+
+
 def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]:
     ours, other, against = Server("ours", sizes.few), Server("minimal", sizes.few), "minimal server"
     if tree:
@@ -175,11 +217,21 @@ def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]
     def listing(side: Any) -> float:
         return float(side.listing(max(1, sizes.lists // side.server.count)))
 
-    for count, era, names in itertools.product(
-        dict.fromkeys((sizes.few, sizes.many)), (HANDSHAKE, MODERN), ("module-id", "portable")
-    ):
+    for count, (era, names) in itertools.product(dict.fromkeys((sizes.few, sizes.many)), sizes.ways):
         named, theirs = replace(ours, count=count, era=era, names=names), replace(other, count=count, era=era)
         yield Row(f"tools/list, {count} tools, {era}, {names}", listing, named, theirs, against, 1.0)
+    if not tree:
+
+        def guarding(subject: Any) -> float:
+            """What an ACL adds to a `tools/list` of ours, or takes by itself."""
+            if isinstance(subject, int):
+                return decisions(subject)
+            behind, open_to_all = map(listing, subject)
+            return behind - open_to_all
+
+        pair = (Server("guarded", sizes.guarded), Server("ours", sizes.guarded))
+        name = f"an ACL's part in tools/list, {sizes.guarded} tools"
+        yield Row(name, guarding, pair, sizes.guarded, "ACL alone", 1.5)
     if existing:
         theirs = Server("existing", sizes.few, python=existing)
         yield Row(f"tools/list, {sizes.few} tools", listing, ours, theirs, "existing package")
@@ -246,7 +298,7 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
     def load_workers(side: Any) -> float:
         return float(side.load("primes.count", {"below": 3_000}, sizes.load, 20))
 
-    two, one = Server("workers", 2, http=True), Server("workers", 1, http=True)
+    two, one = Server("workers", sizes.workers, http=True), Server("workers", 1, http=True)
     name = "calls of some work over HTTP, two workers"
     yield Row(name, load_workers, two, one, "one worker", 1.0, "calls/s", True)
     if other.tree:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import mcp.server.lowlevel  # before `started`: how long the SDK takes to import is no part of a server's growth
-from apcore import Executor, Registry
+from apcore import ACL, ACLRule, Executor, Registry
 from pydantic import BaseModel, Field
 
 
@@ -121,6 +121,12 @@ def modules(count: int, schema: Any = ORDER) -> Registry:
     registry.register("bench.define", Define())
     add_modules(registry, count - len(registry.list()), schema)
     return registry
+
+
+def guard() -> ACL:
+    """Ten rules as an operator might write them; the last lets everybody at what is left."""
+    roles = [ACLRule(["@external"], [f"area{n}.*"], "allow", conditions={"roles": [f"role{n}"]}) for n in range(9)]
+    return ACL([*roles, ACLRule(["@external"], ["*"], "allow")], "deny")
 
 
 def minimal(registry: Registry) -> Any:
@@ -226,7 +232,7 @@ def run_workers(count: int, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "minimal", "existing", "workers"))
+    parser.add_argument("side", choices=("ours", "guarded", "minimal", "existing", "workers"))
     parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
@@ -249,11 +255,11 @@ def main() -> None:
         return
     from apcore_mcp import serve
 
-    options: dict[str, Any] = {"tool_names": arguments.names} if arguments.side == "ours" else {}
+    options: dict[str, Any] = {} if arguments.side == "existing" else {"tool_names": arguments.names}
     if arguments.port:
         options |= {"transport": "streamable-http", "port": arguments.port}
     Grow.started = time.monotonic()
-    serve(registry, **options)
+    serve(Executor(registry, acl=guard()) if arguments.side == "guarded" else registry, **options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 // Everything a page can try against the server at `target`; returns all that it got to read.
 async (target) => {
   const seen = [];
-  const call = `${target}/explorer/tools/t.touch/call`;
-  const message = { jsonrpc: "2.0", id: 1, method: "tools/call", params: { name: "t.touch", arguments: {} } };
-  const tries = ["/explorer/", "/explorer/tools", "/explorer/tools/t.touch", "/health", "/metrics"].map((path) => fetch(target + path));
+  const call = `${target}/explorer/tools/t.one/call`;
+  const message = { jsonrpc: "2.0", id: 1, method: "tools/call", params: { name: "t.one", arguments: {} } };
+  const tries = ["/explorer/", "/explorer/tools", "/explorer/tools/t.one", "/health", "/metrics"].map((path) => fetch(target + path));
   for (const type of ["text/plain", "application/json", "application/x-www-form-urlencoded"]) {
     for (const mode of ["cors", "no-cors"]) {
       const options = { method: "POST", mode, headers: { "Content-Type": type }, credentials: "include" };

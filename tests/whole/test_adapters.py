@@ -6,10 +6,10 @@ pass; `python -m tests.interop --only apcore` runs the packages themselves.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
 from conftest import FunctionalModule, connect, echo, registry_of, serving
-from mcp.shared.exceptions import MCPError
 from mcp_types import ElicitResult
 
 import apcore_mcp
@@ -76,21 +75,13 @@ async def _approve(context: Any, params: Any) -> ElicitResult:
     [
         pytest.param(AlwaysDenyHandler(), {}, False, id="always-deny"),
         pytest.param(AutoApproveHandler(), {}, True, id="auto-approve"),
-        pytest.param(apcore_mcp.ElicitationApprovalHandler(), {}, False, id="elicit-who-cannot-be-asked"),
         pytest.param(apcore_mcp.ElicitationApprovalHandler(), {"elicitation_callback": _approve}, True, id="elicit"),
     ],
 )
-async def test_an_approval_handler_is_the_approval_under_another_name(
-    handler: Any, client: dict[str, Any], runs: bool, mode: str
-) -> None:
-    ran: list[Any] = []
-    needs_approval = FunctionalModule(
-        lambda inputs, context: {"ran": ran.append(inputs)}, annotations=ModuleAnnotations(requires_approval=True)
-    )
-    async with connect({"demo.run": needs_approval}, mode=mode, client=client, approval_handler=handler) as connected:
-        with contextlib.suppress(MCPError):  # to a client of 2026-07-28 that cannot be asked
-            assert (await connected.call_tool("demo.run", {})).is_error is not runs
-    assert bool(ran) is runs
+async def test_an_approval_handler_is_the_approval_under_another_name(handler: Any, client: Any, runs: bool) -> None:
+    needs_approval = FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))
+    async with connect({"demo.run": needs_approval}, client=client, approval_handler=handler) as connected:
+        assert (await connected.call_tool("demo.run", {})).is_error is not runs
 
 
 def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
@@ -101,24 +92,18 @@ def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 404
 
 
-# The doors, as what each does with options of a caller that is wrong.
-def _enter_async_serve(*args: Any, **options: Any) -> object:
-    return async_serve(*args, **options)
-
-
-DOORS: dict[str, Callable[..., Any]] = {"serve()": serve, "MCPServer": MCPServer, "async_serve()": _enter_async_serve}
+DOORS: dict[str, Callable[..., Any]] = {"serve()": serve, "MCPServer": MCPServer, "async_serve()": async_serve}
 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        pytest.param({"colour": "red"}, "unexpected keyword argument 'colour'", id="unknown"),
-        pytest.param({"explorr": False}, "unexpected keyword argument 'explorr'", id="unknown-and-false"),
-        pytest.param({"strategy": "minimal"}, "unexpected keyword argument 'strategy'", id="another-value"),
-        pytest.param({"trace": 0}, "unexpected keyword argument 'trace'", id="not-quite-false"),
+        pytest.param({"colour": "red"}, "colour: Unexpected keyword argument", id="unknown"),
+        pytest.param({"strategy": "minimal"}, "strategy: Unexpected keyword argument", id="another-value"),
+        pytest.param({"trace": 0}, "trace: Unexpected keyword argument", id="not-quite-false"),
         pytest.param({"authenticator": object()}, r"authenticator.*middleware=", id="authenticator"),
-        pytest.param({"approval": "deny", "approval_handler": "off"}, "approval_handler.*approval", id="both"),
+        pytest.param({"approval": "deny", "approval_handler": "off"}, "approval_handler: Unexpected", id="both"),
         pytest.param({"approval_handler": 3}, "approval", id="no-handler"),
     ],
 )
@@ -134,9 +119,8 @@ def test_what_would_change_something_is_refused_by_the_door_itself(
 
 @pytest.mark.parametrize("door", ["serve()", "async_serve()"])
 def test_a_door_without_a_registry_names_itself(door: str) -> None:
-    with pytest.raises(TypeError, match="registry_or_executor") as refusal:
+    with pytest.raises(TypeError, match=rf"^{re.escape(door)}.*registry_or_executor"):
         DOORS[door]()
-    assert str(refusal.value).startswith(door)
 
 
 @pytest.mark.parametrize("door", [serve, async_serve])
@@ -152,28 +136,22 @@ def test_openai_tools_are_made_with_the_options_that_adapters_pass(registry: Reg
     assert [tool["function"]["name"] for tool in tools] == ["demo-echo"]
 
 
-def test_what_adapters_import_is_there_and_authentication_is_not() -> None:
-    """flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported."""
-    for name in ("serve", "MCPServer", "to_openai_tools", "report_progress", "elicit", "ElicitationApprovalHandler"):
-        assert callable(getattr(apcore_mcp, name))
-    assert not hasattr(apcore_mcp, "JWTAuthenticator")
-
-
 def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:
-    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one."""
+    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one.
+
+    flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported.
+    """
+    assert not hasattr(apcore_mcp, "JWTAuthenticator")
     with pytest.raises(RuntimeError, match=r"middleware=\[.*\] of serve\(\), MCPServer and async_serve\(\)"):
         importlib.import_module("apcore_mcp.auth")
 
 
-async def test_helpers_of_adapters_call_by_the_names_they_use(registry: Registry) -> None:
+async def test_helpers_of_adapters_call_by_the_names_they_use() -> None:
     """`report_progress(context, progress, total=, message=)` and `elicit(context, message, requested_schema=)`."""
-    answers = []
 
     async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         await apcore_mcp.report_progress(context, 1, total=2, message="half")
-        answers.append(await apcore_mcp.elicit(context, "Really?", requested_schema=None))
-        return {}
+        return {"answer": await apcore_mcp.elicit(context, "Really?", requested_schema=None)}
 
     async with connect({"demo.ask": ask}) as client:
-        assert not (await client.call_tool("demo.ask", {})).is_error
-    assert answers == [None]
+        assert (await client.call_tool("demo.ask", {})).structured_content == {"answer": None}

@@ -144,52 +144,46 @@ async def signed(
         yield session
 
 
-CALLERS = (None, "alice", "named", "7", "foreign", "", "bob")
+def identity(name: str | None) -> dict[str, Any]:
+    return {"caller": [name, "user", "read", "write"] if name else None}
 
 
 async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request() -> None:
+    """A bearer token stands for its subject, or else for its client."""
     async with signed(registry_of({"whoami": whoami})) as session:
-        for name in CALLERS:
+        for name in (None, "alice", "named", "7", "foreign", "", "subject", "app", "bob"):
             session.caller = name
-            expected = [name, "user", "read", "write"] if name else None
-            assert await session.call("whoami") == {"caller": expected}, name
+            assert await session.call("whoami") == identity(name), name
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 async def test_a_call_in_a_session_is_made_by_whoever_opened_it(transport: str) -> None:
-    for name in CALLERS:
+    for name in (None, "alice", "app"):
         async with signed(registry_of({"whoami": whoami}), HANDSHAKE, transport, caller=name) as session:
-            expected = [name, "user", "read", "write"] if name else None
-            assert await session.call("whoami") == {"caller": expected}, name
+            assert await session.call("whoami") == identity(name), name
 
 
-@pytest.mark.parametrize("name", ["subject", "app"])
-async def test_a_bearer_token_stands_for_its_subject_or_else_its_client(mode: str, name: str) -> None:
-    async with signed(registry_of({"whoami": whoami}), mode, caller=name) as session:
-        assert await session.call("whoami") == {"caller": [name, "user", "read", "write"]}
-
-
-async def test_a_caller_who_cannot_be_read_is_nobody_else(mode: str) -> None:
+async def test_a_caller_who_cannot_be_read_is_nobody_else_and_told_nothing(mode: str) -> None:
     async with signed(registry_of({"whoami": whoami}), mode, caller="unreadable") as session:
-        result = await session.client.call_tool("whoami")
-    assert (result.is_error, result.content[0].text) == (True, "Internal error occurred")  # type: ignore[union-attr]
-    assert "hunter2" not in result.model_dump_json()
+        for name in ("whoami", "nope.x"):
+            result = await session.client.call_tool(name)
+            assert (result.is_error, result.content[0].text) == (True, "Internal error occurred")  # type: ignore[union-attr]
+            assert "hunter2" not in result.model_dump_json()
 
 
-async def test_without_middleware_every_caller_is_anonymous(mode: str) -> None:
-    async with connect({"whoami": whoami}, mode=mode) as client:
-        assert (await client.call_tool("whoami")).structured_content == {"caller": None}
+async def test_without_middleware_every_caller_is_anonymous() -> None:
+    async with connect({"whoami": whoami}) as client:
+        assert (await client.call_tool("whoami")).structured_content == identity(None)
 
 
 @pytest.mark.requirement("NFR-SEC-001")
-async def test_an_acl_decides_by_role_over_http(mode: str) -> None:
+async def test_an_acl_decides_by_role_over_http() -> None:
     rules = [ACLRule(callers=["@external"], targets=["whoami"], effect="allow", conditions={"roles": ["write"]})]
-    acl = ACL(rules=rules, default_effect="deny")
-    executor = Executor(registry_of({"whoami": whoami}), acl=acl)
-    async with signed(executor, mode) as session:
+    executor = Executor(registry_of({"whoami": whoami}), acl=ACL(rules=rules, default_effect="deny"))
+    async with signed(executor) as session:
         assert (await session.client.call_tool("whoami")).is_error
-    async with signed(executor, mode, caller="alice") as session:
-        assert await session.call("whoami") == {"caller": ["alice", "user", "read", "write"]}
+        session.caller = "alice"
+        assert await session.call("whoami") == identity("alice")
 
 
 async def test_the_explorer_calls_for_whoever_asks_it() -> None:
@@ -197,9 +191,9 @@ async def test_the_explorer_calls_for_whoever_asks_it() -> None:
     async with async_serve(registry_of({"whoami": whoami}), **options) as app:
         transport = httpx.ASGITransport(AuthenticationMiddleware(app, backend=Backend()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for headers, expected in (({"X-User": "alice"}, ["alice", "user", "read", "write"]), ({}, None)):
+            for headers, expected in (({"X-User": "alice"}, "alice"), ({}, None)):
                 answer = await client.post("/explorer/tools/whoami/call", json={}, headers=headers)
-                assert answer.json()["result"] == {"caller": expected}
+                assert answer.json()["result"] == identity(expected)
 
 
 async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,54 +203,27 @@ async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pyte
     def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         raise ModuleError("LOCKED", "the door is locked")
 
-    def crash(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        raise RuntimeError("the door is broken")
-
     def formatter(value: Any) -> str:
         raise ValueError("no text")
 
-    async def wrong(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, "Sure?", {"type": "object", "properties": {"a": {"type": "string"}}})}
-
     gated = FunctionalModule(whoami, annotations=ModuleAnnotations(requires_approval=True))
-    modules: dict[str, Any] = {
-        "t.fail": fail,
-        "t.crash": crash,
-        "t.ask": wrong,
-        "t.whoami": whoami,
-        "door.open": whoami,
-    }
-    modules["t.gated"] = gated
-    rules = [ACLRule(callers=["@external"], targets=["t.*"], effect="allow")]
-    executor = Executor(registry_of(modules), acl=ACL(rules=rules, default_effect="deny"))
-    begun = re.compile("Tool call|Question of|output_formatter|.* is let through")
+    modules = {"t.fail": fail, "t.gated": gated, "t.whoami": whoami, "door.open": whoami}
+    acl = ACL([ACLRule(callers=["@external"], targets=["t.*"], effect="allow")], default_effect="deny")
+    begun = re.compile("Tool call|output_formatter|.* is let through")
     for caller, named in ((None, ""), ("alice", " (caller: alice)")):
+        executor = Executor(registry_of(modules), acl=acl)
         async with signed(executor, mode, caller=caller, output_formatter=formatter) as session:
             caplog.clear()
             for name in (*modules, "nope.x"):
                 await session.client.call_tool(name)
-            lines = [record.getMessage() for record in caplog.records if begun.match(record.getMessage())]
+        lines = [record.getMessage() for record in caplog.records if begun.match(record.getMessage())]
         assert f"Tool call: t.whoami{named}" in lines
         assert f"Tool call: nope.x{named}" in lines
         assert f"Tool call error: door.open{named} - ACLDeniedError: Access denied: None -> door.open" in lines
         assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
-        assert len([line for line in lines if line.startswith("Tool call error")]) == 5
-        assert len([line for line in lines if line.startswith("output_formatter")]) == 2
+        assert len([line for line in lines if line.startswith("Tool call error")]) == 4
+        assert len([line for line in lines if line.startswith("output_formatter")]) == 1
         assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
-
-
-async def test_a_caller_who_cannot_be_read_is_told_nothing_about_it() -> None:
-    """Neither with a tool that nobody knows, nor with the answer to another's question."""
-    async with signed(registry_of({"ask": ask})) as session:
-        session.caller = "alice"
-        asked = await session.client.session.call_tool("ask", allow_input_required=True)
-        assert isinstance(asked, InputRequiredResult)
-        session.caller = "unreadable"
-        answer: Any = {"input": ElicitResult(action="accept", content={})}
-        for name, more in (("nope.x", {}), ("ask", {"request_state": asked.request_state, "input_responses": answer})):
-            result = await session.client.session.call_tool(name, **more)
-            assert "hunter2" not in result.model_dump_json()
-            assert result.content[0].text == "Internal error occurred"
 
 
 async def test_only_who_began_a_call_can_go_on_with_it() -> None:
@@ -272,7 +239,7 @@ async def test_only_who_began_a_call_can_go_on_with_it() -> None:
             assert caught.value.error.code == -32602
         session.caller = "alice"
         result = await call("ask", request_state=asked.request_state, input_responses=answer)
-        assert result.structured_content == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
+        assert result.structured_content == {"answer": {}, **identity("alice")}
 
 
 @pytest.fixture
@@ -313,8 +280,7 @@ def test_a_handshake_session_belongs_to_the_caller_who_opened_it(authenticated: 
                     assert followed.status_code == 404
                 assert client.delete("/mcp", headers=session).status_code == 404
             assert client.post("/mcp", json=yes, headers=owner).status_code == 202
-            result = next(data)["result"]["structuredContent"]
-        assert result == {"answer": {}, "caller": ["alice", "user", "read", "write"]}
+            assert next(data)["result"]["structuredContent"] == {"answer": {}, **identity("alice")}
         assert client.delete("/mcp", headers=owner).status_code == 200
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from apcore import Registry
 from conftest import EXTENSIONS, RawClient, command
+from pydantic_core import to_jsonable_python
+
+from apcore_mcp import discover
 
 # The opening follows its start, all at once; it asks for the tools twice, and for prompts whatever the server declares.
 *OPENING, CALL = Path(__file__).with_name("claude_desktop.jsonl").read_text().splitlines()
@@ -57,54 +58,37 @@ def test_the_opening_is_answered_as_it_expects(capabilities: str) -> None:
 
 
 def test_every_tool_can_be_called_under_either_spelling() -> None:
-    exported = subprocess.run(command("--export", "mcp"), capture_output=True, text=True, timeout=60, check=True)
-    module_ids = [tool["name"] for tool in json.loads(exported.stdout)]
-    registry = Registry(extensions_dir=str(EXTENSIONS))
-    registry.discover()
+    registry = discover(str(EXTENSIONS))
     numbers = itertools.count(5)
     with RawClient(command()) as client:
         shown = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
-        assert [module_id.replace(".", "-") for module_id in module_ids] == shown
-        for name in [*shown, *module_ids]:
-            result = call(client, next(numbers), name, {"no such": "argument"})
-            assert not result["content"][0]["text"].startswith("Module not found"), name
+        assert [module_id.replace(".", "-") for module_id in sorted(registry.list())] == shown
         for module_id in registry.list():
-            (inputs, *_) = [dict(example.inputs) for example in registry.get_definition(module_id).examples]
+            descriptor = registry.get_definition(module_id)
+            assert descriptor is not None
+            inputs = to_jsonable_python(descriptor.examples[0].inputs) if descriptor.examples else {"no such": "word"}
             result = call(client, next(numbers), module_id, inputs)
-            assert not result["isError"], (module_id, result)
+            assert result["isError"] is (not descriptor.examples), (module_id, result)
             assert call(client, next(numbers), module_id.replace(".", "-"), inputs) == result
 
 
 def test_a_name_that_is_too_long_is_shortened_and_works(tmp_path: Path) -> None:
     folder = tmp_path / ("long_" * 9 + "a") / ("name_" * 6 + "b")
     folder.mkdir(parents=True)
-    (folder / "greet.py").write_text(LONG)
-    (tmp_path / "short.py").write_text(LONG)
+    (folder / "greet.py").write_text(GREET)
     with RawClient([*command()[:4], str(tmp_path)]) as client:
-        names = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
-        assert len(names) == 2
-        assert all(map(LEGAL.match, names))
-        assert max(map(len, names)) == 64
-        long = f"{folder.parent.name}.{folder.name}.greet"
+        [name] = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
+        assert LEGAL.match(name)
+        long = f"{folder.parent.name}.{folder.name}.greet.greet"
         assert len(long) > 64
-        for number, name in enumerate([*names, long], 5):
-            assert call(client, number, name, {})["structuredContent"] == {"said": "hello"}
+        for number, spelling in enumerate((name, long), 5):
+            assert call(client, number, spelling, {})["structuredContent"] == {"result": "hello"}
 
 
-LONG = """
-from pydantic import BaseModel
+GREET = """
+from apcore.decorator import module
 
-class Nothing(BaseModel):
-    pass
-
-class Said(BaseModel):
-    said: str
-
-class Greet:
-    description = "Says hello"
-    input_schema = Nothing
-    output_schema = Said
-
-    def execute(self, inputs, context):
-        return {"said": "hello"}
+@module()
+def greet() -> str:
+    return "hello"
 """

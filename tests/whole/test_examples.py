@@ -5,21 +5,36 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
+import contextlib
 import importlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from apcore import BindingLoader, Executor, Registry
-from conftest import EXTENSIONS, HANDSHAKE, ROOT, RawClient, command, echo, free_port, registry_of, stdio, until
+from apcore import Executor
+from conftest import (
+    EXTENSIONS,
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    RawClient,
+    connect,
+    echo,
+    free_port,
+    registry_of,
+    serving,
+    until,
+)
 from mcp import MCPError
 from mcp.client import Client
 from pydantic_core import to_jsonable_python
@@ -27,7 +42,7 @@ from starlette.testclient import TestClient
 from support import answer, modern
 
 import apcore_mcp
-from apcore_mcp import MCPServer
+from apcore_mcp import discover
 from apcore_mcp.__main__ import main
 
 
@@ -42,16 +57,19 @@ def run(tmp_path: Path, *arguments: str) -> str:
     return completed.stdout
 
 
-async def test_every_example_module_does_what_its_own_examples_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(extensions_dir=str(EXTENSIONS))
-    registry.discover()
-    for path in EXTENSIONS.rglob("*.binding.yaml"):
-        monkeypatch.syspath_prepend(str(path.parent))
-        BindingLoader().load_bindings(str(path), registry)
-    monkeypatch.syspath_prepend(str(EXTENSIONS / "colour"))
-    contrast = importlib.import_module("contrast")
-    for function in (contrast.ratio, contrast.text_on):
-        registry.register(function.apcore_module.module_id, function.apcore_module)
+@pytest.fixture
+def told_by(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """The output of an example that starts nothing, and so may run in this process."""
+
+    def run_here(name: str) -> str:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
+async def test_every_example_module_does_what_its_own_examples_say() -> None:
+    registry = discover(EXTENSIONS)
     executor, ran = Executor(registry), 0
     for module_id in registry.list():
         descriptor = registry.get_definition(module_id)
@@ -74,8 +92,8 @@ def test_the_quickstart_lists_the_tools_and_calls_two(tmp_path: Path) -> None:
     assert "- end: Field required (missing)" in transcript
 
 
-def test_the_openai_example_runs_the_recorded_call(tmp_path: Path) -> None:
-    transcript = run(tmp_path, "openai_tools.py")
+def test_the_openai_example_runs_the_recorded_call(told_by: Callable[[str], str]) -> None:
+    transcript = told_by("openai_tools.py")
     assert '"name": "finance-loan_schedule"' in transcript
     assert "That is text.analyze with {'text': 'The cat sat. The dog did not!'}, and the model is told" in transcript
     assert '"words":7' in transcript
@@ -147,14 +165,15 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     assert ended == 0, log.read_text()
 
 
-def test_who_has_the_role_is_let_in_and_nobody_else(tmp_path: Path) -> None:
-    ann, bob, nobody = run(tmp_path, "bearer_token.py").splitlines()
-    assert ann == "token-of-ann: {'result': 'The back door is open.'}"
-    assert (bob, nobody) == ("token-of-bob: Access denied", "token-of-nobody: Access denied")
+def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by: Callable[[str], str]) -> None:
+    ann, *others = told_by("bearer_token.py").splitlines()
+    assert ann == "token-of-ann is offered door.open, door.ring; to open: {'result': 'The back door is open.'}"
+    told = "token-of-{} is offered door.ring; to open: Access denied"
+    assert others == [told.format("bob"), told.format("nobody")]
 
 
-def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(tmp_path: Path) -> None:
-    refused, metadata, health, called = run(tmp_path, "oauth.py").splitlines()
+def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(told_by: Callable[[str], str]) -> None:
+    refused, metadata, health, called = told_by("oauth.py").splitlines()
     assert refused.startswith("401 Bearer ")
     assert 'resource_metadata="http://127.0.0.1/.well-known/oauth-protected-resource/mcp"' in refused
     assert json.loads(metadata)["authorization_servers"] == ["https://login.example.com/"]
@@ -182,9 +201,8 @@ def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
     assert [name for name in functions - {"from_openai_name"} if f"{name}(" not in README] == []
 
 
-async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_there(tmp_path: Path) -> None:
-    (tmp_path / "text.py").write_text(blocks("python")[0])
-    async with Client(stdio([*command()[:3], "--extensions-dir", str(tmp_path)])) as client:
+async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_there(project: Path) -> None:
+    async with connect(discover(project / "extensions")) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool(tool.name, {"text": "good morning"})
     assert (tool.name, tool.description) == ("text.shout", "Write a text in capitals.")
@@ -223,35 +241,25 @@ def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
     """Each is asked where its clients find it, which takes all its flags."""
     (unit,) = re.findall(r"^ExecStart=\S+ (.+\\\n.+)$", RECIPES, re.MULTILINE)
     (container,) = re.findall(r"^CMD (\[.+\\\n.+\])$", RECIPES, re.MULTILINE)
-    for words in (
-        unit.replace("\\\n", "").replace("%i", "8001").split(),
-        json.loads(container.replace("\\\n", ""))[1:],
-    ):
+    flags = unit.replace("\\\n", "").replace("%i", "8001").split()
+    for words, port in ((flags, 8001), (json.loads(container.replace("\\\n", ""))[1:], 8000)):
         arguments = [str(EXTENSIONS) if word.startswith("/") else word for word in words]
         started = [sys.executable, *arguments, "--export", "client"]
         told = subprocess.run(started, capture_output=True, text=True, check=True, timeout=50).stdout
-        port = 8001 if "8001" in arguments else 8000
         assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
 
 
 def test_each_snippet_of_the_readme_carries_its_imports() -> None:
     for block in blocks("python"):
-        known, used = {*dir(builtins), "__name__"}, set()
-        for node in ast.walk(
-            compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
-        ):
-            if isinstance(node, ast.ImportFrom | ast.Import):
-                known.update(alias.asname or alias.name for alias in node.names)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                known.add(node.name)
-            elif isinstance(node, ast.arg):
-                known.add(node.arg)
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                known.add(node.name)
-            elif isinstance(node, ast.Name):
-                names = used if isinstance(node.ctx, ast.Load) else known
-                names.add(node.id)
-        assert used <= known, block
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+        nodes = list(ast.walk(compile(block, "README.md", "exec", flags=flags)))
+        known = {*dir(builtins), "__name__"}
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler
+        known |= {str(node.name) for node in nodes if isinstance(node, defined)}
+        assert {node.id for node in nodes if isinstance(node, ast.Name)} <= known, block
 
 
 @pytest.fixture
@@ -284,26 +292,21 @@ def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Pa
             assert answer(response)["result"]["structuredContent"] == {"result": "HI"}
 
 
-@pytest.mark.parametrize("stateless", [False, True], ids=["sessions", "stateless"])
+@pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])
 async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str, stateless: bool) -> None:
-    options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "stateless": stateless}
-    server = MCPServer(registry_of({"t.echo": echo}), **options)
-    server.start()
-    try:
-        async with Client(f"http://127.0.0.1:{options['port']}/mcp", mode=mode, read_timeout_seconds=30) as client:
+    registry, options = registry_of({"t.echo": echo}), {"port": free_port(), "stateless": stateless}
+    url = f"http://127.0.0.1:{options['port']}/mcp"
+    with contextlib.ExitStack() as old, contextlib.ExitStack() as new:
+        old.enter_context(serving(registry, **options))
+        async with Client(url, mode=mode, read_timeout_seconds=30) as client:
             await client.call_tool("t.echo", {})
-            server.stop()
-            server.wait()
-            server = MCPServer(registry_of({"t.echo": echo}), **options)
-            server.start()
+            old.close()
+            new.enter_context(serving(registry, **options))
             if mode == HANDSHAKE and not stateless:
                 with pytest.raises(MCPError, match="Session not found"):
                     await client.call_tool("t.echo", {})
             else:
                 assert not (await client.call_tool("t.echo", {})).is_error
-    finally:
-        server.stop()
-        server.wait()
 
 
 async def test_a_conversation_with_openai_runs_as_the_readme_shows(
@@ -328,17 +331,6 @@ async def test_a_conversation_with_openai_runs_as_the_readme_shows(
     program: dict[str, Any] = {}
     exec(block_with("AsyncOpenAI"), program)
     assert json.loads(await program["answer"]([{"role": "user", "content": "Shout hi"}])) == {"result": "HI"}
-
-
-async def test_the_calls_of_the_responses_api_are_answered_as_the_readme_shows(project: Path) -> None:
-    program: dict[str, Any] = {}
-    exec(block_with("function_call_output"), program)
-    assert [(tool["type"], tool["name"]) for tool in program["tools"]] == [("function", "text-shout")]
-    call = SimpleNamespace(type="function_call", name="text-shout", arguments='{"text": "hi"}', call_id="c1")
-    response = SimpleNamespace(output=[SimpleNamespace(type="reasoning"), call])
-    (item,) = await program["answers"](response)
-    assert (item["type"], item["call_id"]) == ("function_call_output", "c1")
-    assert json.loads(item["output"]) == {"result": "HI"}
 
 
 def test_the_flags_of_the_readme_are_those_of_the_command_line(

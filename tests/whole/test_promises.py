@@ -6,19 +6,15 @@ by the real Executor, served, and held against the advertised schemas by `jsonsc
 from __future__ import annotations
 
 import base64
-import collections
 import dataclasses
 import datetime
 import decimal
 import enum
-import fractions
-import ipaddress
 import json
 import pathlib
-import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 import pytest
 from apcore import Executor, ModuleAnnotations
@@ -32,28 +28,20 @@ from mcp_types import ElicitResult
 from pydantic import (
     AliasChoices,
     AnyUrl,
-    AwareDatetime,
-    Base64Bytes,
     BaseModel,
-    ByteSize,
+    BeforeValidator,
     ConfigDict,
     Field,
-    ImportString,
     Json,
     JsonValue,
     PlainSerializer,
     PlainValidator,
-    RootModel,
-    SecretBytes,
     SecretStr,
-    StringConstraints,
     WrapSerializer,
     computed_field,
     create_model,
     field_serializer,
-    model_serializer,
 )
-from pydantic import dataclasses as pydantic_dataclasses
 from pydantic.alias_generators import to_camel
 from typing_extensions import TypedDict
 
@@ -106,22 +94,6 @@ class Serialized(BaseModel):
         return f"n{value}"
 
 
-class Rewritten(BaseModel):
-    x: int
-
-    @model_serializer
-    def _write(self) -> dict[str, str]:
-        return {"y": str(self.x)}
-
-
-class RewrittenAnyhow(BaseModel):
-    x: int
-
-    @model_serializer
-    def _write(self):  # type: ignore[no-untyped-def]
-        return [self.x]
-
-
 class Parsed(BaseModel):
     numbers: Json[list[int]]
 
@@ -147,21 +119,11 @@ class ClosedAndComputed(Closed):
 class Encoded(BaseModel):
     raw: bytes = Field(max_length=33)
     secret: SecretStr = Field(min_length=12)
-    secret_bytes: SecretBytes = SecretBytes(b"x")
-    base64: Base64Bytes = b"aGVsbG8="
 
 
 class InSeconds(BaseModel):
     model_config = ConfigDict(ser_json_timedelta="float")
     spent: datetime.timedelta
-
-
-class Stripped(BaseModel):
-    text: Annotated[str, StringConstraints(strip_whitespace=True, max_length=3)]
-
-
-class Imported(BaseModel):
-    function: ImportString[Any]
 
 
 class Numbers(BaseModel):
@@ -170,19 +132,8 @@ class Numbers(BaseModel):
     price: Annotated[D, Field(max_digits=5, decimal_places=2, ge=0)]
 
 
-class Deep(BaseModel):
-    by_name: dict[str, Order]
-    maybe: Order | None = None
-    either: Annotated[Closed | ClosedAndComputed, Field(union_mode="left_to_right")]
-
-
 class Unset(BaseModel):
     size: int = None  # type: ignore[assignment]
-
-
-class Permission(enum.Flag):
-    READ = 1
-    WRITE = 2
 
 
 class Colour(enum.Enum):
@@ -197,11 +148,6 @@ class Plain:
     day: datetime.date
 
 
-@pydantic_dataclasses.dataclass
-class PlainAliased:
-    x: int = Field(alias="xx")
-
-
 class Movie(TypedDict):
     title: str
     year: NotRequired[int]
@@ -212,75 +158,37 @@ class Pair(NamedTuple):
     right: str = "r"
 
 
-class ByName(RootModel[dict[str, int]]):
-    pass
-
-
 def order() -> Order:
     return Order(order_id=1, line_items=[Line(unit_price=D("1.5"), id=1)])
 
 
 def encoded() -> Encoded:
-    return Encoded(raw=b"\xff" * 32, secret=SecretStr("x" * 20))
+    return Encoded(raw=b"a" * 32, secret=SecretStr("x" * 20))
 
 
 ZOO: dict[str, tuple[Any, Any]] = {
     "camel": (Order, order()),
-    "computed": (Line, Line(unit_price=D(1), id=2)),
     "excluded": (Hiding, Hiding(hidden=2)),
     "serializers": (Serialized, Serialized(field=1, typed=2, in_json=3, untyped=4, said_to_be_anything=5, wrapped=6)),
-    "model-serializer": (Rewritten, Rewritten(x=1)),
-    "model-serializer-untyped": (RewrittenAnyhow, RewrittenAnyhow(x=1)),
-    "json": (Parsed, Parsed(numbers="[1]")),  # type: ignore[arg-type]
     "aliases": (Aliased, Aliased(taken=1, sent=2, first=3)),  # type: ignore[call-arg]
     "closed": (Closed, Closed(a=1)),
-    "closed-and-computed": (ClosedAndComputed, ClosedAndComputed(a=1)),
     "encoded": (Encoded, encoded()),
-    "timedelta-in-seconds": (InSeconds, InSeconds(spent=datetime.timedelta(1))),
-    "stripped": (Stripped, Stripped(text=" a ")),
-    "import": (Imported, Imported(function="math.cos")),
     "numbers": (Numbers, Numbers(total=1, bounded=2, price=D("1.1"))),
-    "deep": (Deep, Deep(by_name={"a": order()}, maybe=order(), either=ClosedAndComputed(a=1))),
     "default-of-another-type": (Unset, Unset()),
-    "root": (ByName, ByName({"a": 1})),
     "dataclass": (Plain, Plain(1, datetime.date(2020, 1, 1))),
-    "pydantic-dataclass": (PlainAliased, PlainAliased(xx=1)),  # type: ignore[call-arg]
     "typed-dict": (Movie, {"title": "t"}),
     "named-tuple": (Pair, Pair(1)),
-    "flags": (Permission, Permission.READ | Permission.WRITE),
     "enum-of-anything": (Colour, Colour.DAY),
     "bytes": (bytes, b"\xff"),
-    "datetime": (datetime.datetime, datetime.datetime(2026, 1, 2, 3)),
-    "aware": (AwareDatetime, datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC)),
-    "time": (datetime.time, datetime.time(1)),
     "timedelta": (datetime.timedelta, datetime.timedelta(1)),
-    "date": (datetime.date, datetime.date(2020, 1, 1)),
     "uuid": (uuid.UUID, uuid.UUID(int=1)),
-    "path": (pathlib.Path, pathlib.Path("/a")),
-    "address": (ipaddress.IPv4Address, ipaddress.IPv4Address("1.1.1.1")),
-    "pattern": (re.Pattern, re.compile("a")),
-    "fraction": (fractions.Fraction, fractions.Fraction(1, 2)),
-    "complex": (complex, 1j),
-    "deque": (collections.deque[int], collections.deque([1])),
     "set": (set[int], {1}),
-    "counter": (collections.Counter[str], collections.Counter("aa")),
-    "tuple": (tuple[int, str], (1, "a")),
-    "tuples": (tuple[int, ...], (1, 2)),
-    "literal": (Literal[1, "a", None], None),
     "any": (Any, object()),
-    "url": (AnyUrl, AnyUrl("http://a.example")),
     "union": (int | str | None, None),
-    "maybe-bytes": (bytes | None, b"\xfe"),
     "decimal-as-float": (float, D("1.5")),
-    "decimals-as-floats": (list[float], [D("1.5"), 2]),
-    "integer-as-float": (float, 1),
     "numbered": (dict[int, str], {1: "a"}),
-    "size": (ByteSize, ByteSize(5)),
-    "sequence": (Sequence[int], [1]),
-    "iterable": (Iterable[int], [1, 2]),
     "json-value": (JsonValue, {"a": [1, None]}),
     "secret": (SecretStr, SecretStr("a")),
-    "letters": (Annotated[str, Field(pattern=r"^\p{L}+$")], "é"),
     "bounded": (Annotated[int, Field(gt=0, lt=5, multiple_of=2)], 2),
     "named-bytes": (dict[str, bytes], {"a": b"\xff"}),
     "made-by-a-function": (Annotated[int, PlainValidator(int)], 1),
@@ -305,10 +213,8 @@ def inhabitants() -> Iterator[tuple[str, Any]]:
     for name, (kind, value) in ZOO.items():
         yield f"{name}, returned", returning(kind, value)
         yield f"{name}, in a list", returning(list[kind], [value, value])
-        holder = create_model(
-            "Holder", held=(kind, ...), held_again=(list[kind] | None, Field(None, alias="heldAgain"))
-        )
-        yield f"{name}, held", giving(holder, {"held": value, "heldAgain": [value]})
+        holder = create_model("Holder", held=(kind, ...), again=(list[kind] | None, None))
+        yield f"{name}, held", giving(holder, {"held": value, "again": [value]})
         if isinstance(value, BaseModel):
             yield f"{name}, dumped", giving(kind, value.model_dump())
             yield f"{name}, dumped by alias", giving(kind, value.model_dump(by_alias=True))
@@ -344,17 +250,13 @@ DICTS: dict[str, tuple[Any, Any]] = {
     "decimal": ({"type": "number"}, D("10.5")),
     "whole-decimal": ({"type": "number", "minimum": 1, "maximum": 3}, D(2)),
     "decimals": ({"type": "array", "items": {"type": "number"}}, [D(1), 2, 2.5]),
-    "chosen-decimal": ({"enum": [1.5, "a"]}, D("1.5")),
     "whole-float": ({"type": "integer", "minimum": 1}, 1.0),
     "anything": ({}, {"a": {1, 2}, "b": b"\xff"}),
-    "bytes-in-a-model": ({}, [encoded()]),
     "one": ({"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 3}]}, 4),
     "closed": ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1}),
     "constant": ({"const": {"a": [1]}}, {"a": [1]}),
-    "nothing": ({"enum": [None, 1, True]}, None),
-    "long": ({"type": "string", "minLength": 1, "maxLength": 2}, "\U0001f600\U0001f600"),
     "tuple": ({"prefixItems": [{"type": "integer"}], "items": {"type": "string"}, "maxItems": 3}, [1, "a"]),
-    "short-tuple": ({"prefixItems": [{"type": "integer"}, {"type": "string"}]}, [1]),
+    "long": ({"type": "string", "minLength": 1, "maxLength": 2}, "\U0001f600\U0001f600"),
 }
 
 
@@ -366,14 +268,24 @@ async def test_what_is_promised_by_a_dict_schema_holds_as_well() -> None:
     assert await held_against_their_promises(modules) == {}
 
 
-async def test_a_number_that_apcore_takes_for_one_is_sent_as_one(mode: str) -> None:
+class Exact(BaseModel):
+    price: D
+    ratio: float
+
+
+async def test_a_number_that_apcore_takes_for_one_is_sent_as_one() -> None:
     """What SQL makes of SUM is a Decimal."""
-    schema = {"type": "object", "properties": {"total": {"type": "number"}}}
-    modules = {"t.dict": giving(schema, {"total": D("10.50")}), "t.float": returning(float, D("10.50"))}
-    async with connect(modules, mode=mode) as client:
-        by_dict, by_type = [await client.call_tool(name, {}) for name in modules]
-    assert by_dict.structured_content == {"total": 10.5}
+    total = {"total": {"type": "number"}}
+    modules = {
+        "t.dict": giving({"type": "object", "properties": total}, {"total": D("10.50"), "all": [(D(1),)]}),
+        "t.float": returning(float, D("10.50")),
+        "t.exact": giving(Exact, {"price": D("0.10"), "ratio": 1}),
+    }
+    async with connect(modules) as client:
+        by_dict, by_type, exact = [await client.call_tool(name, {}) for name in modules]
+    assert by_dict.structured_content == {"total": 10.5, "all": [[1.0]]}
     assert by_type.structured_content == {"result": 10.5}
+    assert exact.structured_content == {"price": "0.10", "ratio": 1}
 
 
 class Attachment(BaseModel):
@@ -382,21 +294,23 @@ class Attachment(BaseModel):
 
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"text"], ids=["no-text", "text"])
-async def test_bytes_are_base64_wherever_they_stand(data: bytes, mode: str) -> None:
-    attachment = Attachment(name="a", data=data)
+async def test_bytes_are_base64_wherever_they_stand(data: bytes) -> None:
+    """In what is returned itself; what holds models says `ser_json_bytes="base64"` in them."""
+
+    class Mail(BaseModel):
+        attachments: list[Attachment]
+
     modules = {
-        "t.one": returning(Attachment, attachment),
-        "t.list": returning(list[Attachment], [attachment]),
-        "t.dict": giving({}, {"result": ({"deep": [attachment]},)}),
+        "t.function": returning(Mail, Mail(attachments=[Attachment(name="a", data=data)])),
+        "t.dict": giving({}, {"attachments": ({"data": data},)}),
     }
-    async with connect(modules, mode=mode) as client:
-        texts = [(await client.call_tool(name, {})).content[0].text for name in modules]  # type: ignore[union-attr]
-    one, many, deep = map(json.loads, texts)
-    for sent in (one, many["result"][0], deep["result"][0]["deep"][0]):
-        assert base64.urlsafe_b64decode(sent["data"]) == data
+    async with connect(modules) as client:
+        for name in modules:
+            sent = json.loads((await client.call_tool(name, {})).content[0].text)  # type: ignore[union-attr]
+            assert base64.urlsafe_b64decode(sent["attachments"][0]["data"]) == data
 
 
-async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold(mode: str) -> None:
+async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold() -> None:
     class Somebody:
         def __str__(self) -> str:
             return "somebody"
@@ -408,20 +322,57 @@ async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold
         "t.mapped": returning(dict[str, Somebody], {"by": Somebody()}),
         "t.given": giving(Given, {"by": Somebody()}),
     }
-    async with connect(modules, mode=mode) as client:
+    async with connect(modules) as client:
         results = [await client.call_tool(name, {}) for name in modules]
     assert [result.structured_content for result in results] == [{"by": "somebody"}] * 2
 
 
-async def test_the_advertised_schema_tells_both_names_of_a_field_and_what_is_computed(mode: str) -> None:
-    async with connect({"t.line": returning(list[Line], [])}, mode=mode) as client:
-        (tool,) = (await client.list_tools()).tools
-    line = tool.output_schema["properties"]["result"]["items"]  # type: ignore[index]
-    assert line["properties"].keys() == {"id", "unit_price", "unitPrice", "line_total", "lineTotal"}
-    assert line["required"] == ["id"]
+class Coerced(BaseModel):
+    sizes: Annotated[list[int], BeforeValidator(lambda given: [1] if given == "one" else given)]
 
 
-async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_promised(mode: str) -> None:
+class Told(BaseModel):
+    """What is ordinary, pydantic's own types and names that only look like another thing included."""
+
+    model_config = ConfigDict(extra="forbid")
+    where: pathlib.Path
+    page: AnyUrl
+    price: D
+    alias: int = Field(default=1, description='"alias":"x"')
+    serialization_exclude: list[int] = []
+
+
+PROMISES: dict[str, tuple[Any, list[str] | None]] = {
+    "ordinary": (Told, ["where", "page", "price", "alias", "serialization_exclude"]),
+    "aliases": (Aliased, None),
+    "computed": (ClosedAndComputed, None),
+    "excluded": (Hiding, None),
+    "serializers": (Serialized, None),
+    "coerced": (Coerced, None),
+    "json": (Parsed, None),
+    "in-seconds": (InSeconds, None),
+    "inside": (create_model("Outer", inner=(list[Aliased], ...)), None),
+    "a-dict": (dict[str, Told], None),
+}
+"""An output, and which of its properties are promised."""
+
+
+async def test_the_whole_of_an_ordinary_model_is_promised_and_of_others_an_object() -> None:
+    """What an ordinary one requires is what may not be left out; FastMCP's clients make types of it."""
+    modules = {f"t.m{n}": returning(kind, None) for n, (kind, _) in enumerate(PROMISES.values())}
+    async with connect(modules) as client:
+        advertised = [tool.output_schema for tool in (await client.list_tools()).tools]
+    for name, schema in zip(PROMISES, advertised, strict=True):
+        _, promised = PROMISES[name]
+        if promised is None:
+            assert schema == {"type": "object"}, name
+        else:
+            assert schema is not None
+            assert [*schema["properties"]] == promised
+            assert schema["required"] == ["where", "page", "price"]
+
+
+async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_promised() -> None:
     class Size(enum.StrEnum):
         SMALL = "s"
         LARGE = "l"
@@ -431,7 +382,7 @@ async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_prom
         size: Size
         count: int = None  # type: ignore[assignment]
 
-    async with connect({"t.shirt": giving(Shirt, {"size": "s"})}, mode=mode) as client:
+    async with connect({"t.shirt": giving(Shirt, {"size": "s"})}) as client:
         (tool,) = (await client.list_tools()).tools
     properties = tool.output_schema["properties"]  # type: ignore[index]
     assert (properties["size"]["type"], properties["size"]["enum"]) == ("string", ["s", "l"])
@@ -439,7 +390,7 @@ async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_prom
 
 
 @pytest.mark.timeout(240)
-@settings(QUICK, max_examples=25)  # each of three models, and a server for them
+@settings(QUICK, max_examples=12)  # each of three models, and a server for them
 @given(st.data())
 def test_what_is_promised_of_any_model_holds_of_its_values(data: st.DataObject) -> None:
     """Generated models, by the schemas alone: what pydantic accepts and writes, the advertised schema accepts."""
@@ -473,9 +424,24 @@ class Derived(BaseModel):
         return "S3CR3T"
 
 
+class DerivedCamel(Camel):
+    user: str
+
+    @computed_field(json_schema_extra=MARK)  # type: ignore[prop-decorator]
+    @property
+    def session_token(self) -> str:
+        return "S3CR3T"
+
+
 class Renamed(BaseModel):
     user: str
     key: str = Field(serialization_alias="theKey", json_schema_extra=MARK)
+
+
+class Unsent(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+    user: str
+    key: str = Field("", alias="theKey", exclude=True, json_schema_extra=MARK)
 
 
 LOGIN = Login(user_name="ann", pass_phrase="S3CR3T")
@@ -483,30 +449,30 @@ SECRET_OUTPUTS: dict[str, Any] = {
     "by-name": returning(Login, LOGIN),
     "by-alias": returning(list[Login], [LOGIN]),
     "in-a-dict": returning(dict[str, Login], {"ann": LOGIN}),
-    "in-a-dict-of-lists": returning(dict[str, list[Login]], {"ann": [LOGIN]}),
     "dumped-by-alias": giving(Login, LOGIN.model_dump(by_alias=True)),
+    "given-by-name-though-it-is-never-sent": giving(Unsent, {"user": "ann", "key": "S3CR3T"}),
     "computed": returning(Derived, Derived(user="ann")),
-    "computed-in-a-list": returning(list[Derived], [Derived(user="ann")]),
+    "computed-by-name": returning(DerivedCamel, DerivedCamel(user="ann")),
+    "computed-by-alias": returning(list[DerivedCamel], [DerivedCamel(user="ann")]),
     "serialization-alias": returning(list[Renamed], [Renamed(user="ann", key="S3CR3T")]),
     "serialization-alias-by-name": returning(Renamed, Renamed(user="ann", key="S3CR3T")),
 }
 
 
-@pytest.mark.parametrize("name", SECRET_OUTPUTS)
-async def test_a_marked_field_is_hidden_under_every_name(name: str, mode: str) -> None:
-    async with connect({"t.secret": SECRET_OUTPUTS[name]}, mode=mode) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool("t.secret", {})
-    text = result.content[0].text  # type: ignore[union-attr]
-    assert not result.is_error
-    assert "S3CR3T" not in text
-    assert REDACTED in text
-    assert '"ann"' in text
-    assert (tool.output_schema, result.structured_content) == (None, None)
+async def test_a_marked_field_is_hidden_under_every_name() -> None:
+    async with connect({f"t.m{n}": module for n, module in enumerate(SECRET_OUTPUTS.values())}) as client:
+        for tool, name in zip((await client.list_tools()).tools, SECRET_OUTPUTS, strict=True):
+            result = await client.call_tool(tool.name, {})
+            text = result.content[0].text  # type: ignore[union-attr]
+            assert not result.is_error, name
+            assert "S3CR3T" not in text, name
+            assert REDACTED in text, name
+            assert '"ann"' in text, name
+            assert (tool.output_schema, result.structured_content) == (None, None)
 
 
-def test_a_model_is_asked_once_for_what_is_sent_of_it() -> None:
-    """Each time costs as much as the rest of a tool (NFR-PERF-001); apcore asks once itself."""
+def test_an_ordinary_model_is_asked_only_by_apcore_what_it_gives() -> None:
+    """Each time costs as much as the rest of a tool (NFR-PERF-001)."""
     asked: list[str] = []
 
     class Asked(BaseModel):
@@ -518,7 +484,7 @@ def test_a_model_is_asked_once_for_what_is_sent_of_it() -> None:
             return handler(schema)
 
     to_openai_tools(registry_of({"t.asked": giving(Asked, {})}))
-    assert asked == ["validation", "serialization"]
+    assert asked == ["validation"]
 
 
 async def test_a_recursive_model_with_a_computed_secret_is_left_out() -> None:
