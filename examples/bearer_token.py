@@ -2,8 +2,8 @@
 
     python examples/bearer_token.py
 
-The rule asks for a role that Ann has and Bob has not. A client with each one's token calls the same tool, and one with
-a token that nobody has.
+One rule asks for a role that Ann has and Bob has not, another lets everybody ring. A client with each one's token lists
+the tools that it is offered and opens the door all the same, and so does one with a token that nobody has.
 """
 
 import asyncio
@@ -30,6 +30,12 @@ def open_door(name: str) -> str:
     return f"The {name} door is open."
 
 
+@module(id="door.ring", registry=registry)
+def ring(name: str) -> str:
+    """Ring at a door."""
+    return f"Somebody is at the {name} door."
+
+
 USERS = {"token-of-ann": ("ann", ["staff"]), "token-of-bob": ("bob", ["guest"])}
 
 
@@ -43,7 +49,8 @@ class BearerTokens(AuthenticationBackend):
 
 
 staff_only = ACLRule(callers=["@external"], targets=["door.*"], effect="allow", conditions={"roles": ["staff"]})
-executor = Executor(registry, acl=ACL([staff_only], default_effect="deny"))
+everybody = ACLRule(callers=["@external"], targets=["door.ring"], effect="allow")
+executor = Executor(registry, acl=ACL([staff_only, everybody], default_effect="deny"))
 authentication = Middleware(AuthenticationMiddleware, backend=BearerTokens())
 
 
@@ -52,8 +59,10 @@ async def call_with(token: str, url: str) -> None:
         httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http,
         Client(streamable_http_client(url, http_client=http)) as client,
     ):
+        offered = [tool.name for tool in (await client.list_tools()).tools]
         result = await client.call_tool("door.open", {"name": "back"})
-        print(f"{token}:", result.structured_content or getattr(result.content[0], "text", result.content))
+        told = result.structured_content or getattr(result.content[0], "text", result.content)
+        print(f"{token} is offered {', '.join(offered)}; to open:", told)
 
 
 def main() -> None:
