@@ -3050,7 +3050,10 @@ class _Life:
         options = self._options
         app = None
         where = ""
-        serving = ended = asyncio.wrap_future(self.ended)
+        loop = asyncio.get_running_loop()
+        serving = ended = loop.create_future()
+        # `wrap_future` would do, were it not that a signal handler's result by it does not wake the loop it interrupts.
+        self.ended.add_done_callback(functools.partial(loop.call_soon_threadsafe, ended.set_result))
         _set_log_level(options)
         try:
             async with AsyncExitStack() as closing:
@@ -3195,18 +3198,16 @@ def serve(options: _Options) -> None:
     else:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
     life = _Life(options)
-    process = os.getpid()
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # the next one ends the process as if nobody had asked
-        if os.getpid() == process:
-            life.stop()
-        else:  # one that a module forked, which nobody here would end
-            signal.raise_signal(number)
+        life.stop()
 
     with ExitStack() as former:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 former.callback(signal.signal, number, signal.signal(number, handle))
+            if sys.platform != "win32":  # what a module forks nobody here would end, and 3.13 might never see a signal
+                os.register_at_fork(after_in_child=former.close)
         life.block()
     life.started.result()
