@@ -69,7 +69,6 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NamedTuple,
     ParamSpec,
     TypeVar,
     cast,
@@ -96,7 +95,7 @@ from apcore.bindings import BindingLoader
 from apcore.builtin_steps import BuiltinACLCheck, BuiltinApprovalGate, BuiltinExecute
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
+from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, StepResult
 from apcore.policy import ExecutionPolicy
@@ -128,7 +127,6 @@ from . import __version__
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
-    from mcp.server.session import ServerSession
     from mcp.shared.message import SessionMessage
     from mcp_types import CallToolRequestParams, ReadResourceRequestParams
     from starlette.applications import Starlette
@@ -1783,8 +1781,7 @@ async def report_progress(
     """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
 
     A number that is not finite, or no higher than the last one, is not sent (MCP "Progress"). Does nothing when the
-    module was not called through MCP (`context` may be None) or the client asked for no progress. TypeError or
-    ValueError for what is no number. Source: SRS FR-EXT-001.
+    module was not called through MCP (`context` may be None) or the client asked for no progress. SRS FR-EXT-001.
     """
     send = _given(context, MCP_PROGRESS_KEY)
     if send is not None:
@@ -1797,16 +1794,15 @@ async def elicit(
     """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
 
     Returns what the user filled in, a dict that `requested_schema` accepts (an object with properties of simple types;
-    none means a bare confirmation). None when the user declined, cancelled, filled in something else or said nothing
-    for ten minutes, the client cannot ask, or the module was not called through MCP (`context` may be None). `key`
-    names the question on the wire (from 2026-07-28). The module's own timeout goes on meanwhile: once it is over, or
-    the call is cancelled, this raises ExecutionCancelledError. ValueError for a question that no form can ask.
-    Source: SRS FR-EXT-002; MCP "Elicitation".
+    none means a bare confirmation; ValueError for any other). None when the user declined, cancelled, filled in
+    something else or said nothing for ten minutes, the client cannot ask, or the module was not called through MCP
+    (`context` may be None). `key` names the question on the wire (from 2026-07-28). The module's own timeout goes on
+    meanwhile: once it is over, or the call is cancelled, this raises ExecutionCancelledError. SRS FR-EXT-002.
     """
     ask = _given(context, MCP_ELICIT_KEY)
     if ask is None:
         return None
-    token: CancelToken = getattr(context, "cancel_token", None) or CancelToken()
+    token = context.cancel_token or CancelToken()
     token.check()
     answer: JSONObject | None = await ask(message, requested_schema, key)
     token.check()  # or a module that was told to end meanwhile, by its timeout, would act on the answer
@@ -1814,7 +1810,7 @@ async def elicit(
 
 
 def _given(context: object, key: str) -> Any:
-    """What the server of a call put into its context; None for a context, or anything else, without an MCP client."""
+    """What the server of a call put into its context; None without one."""
     data = getattr(context, "data", None)
     return data.get(key) if isinstance(data, Mapping) else None
 
@@ -1833,14 +1829,12 @@ def _caller(scope: Mapping[str, Any]) -> Identity | None:
     if not getattr(user, "is_authenticated", False):
         return None
     roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
-    # The SDK's bearer user calls himself like the client that acts for him, who may act for many.
-    token = getattr(user, "access_token", None)
-    for holder, attribute in ((token, "subject"), (token, "client_id"), (user, "identity"), (user, "display_name")):
-        with suppress(AttributeError, NotImplementedError):
-            name = getattr(holder, attribute)
-            if name:
-                return Identity(str(name), roles=roles)
-    return Identity(str(user), roles=roles)
+    # The SDK's bearer user has the name of the client that acts for him, which may act for many.
+    name: Any = getattr(getattr(user, "access_token", None), "subject", None)
+    for attribute in ("identity", "display_name"):
+        with suppress(NotImplementedError):  # as Starlette's own users have it
+            name = name or getattr(user, attribute, None)
+    return Identity(str(name or user), roles=roles)
 
 
 def _label(name: str, caller: Identity | None) -> str:
@@ -1851,56 +1845,45 @@ def _label(name: str, caller: Identity | None) -> str:
 _PARKED_SECONDS = 600.0  # how long a user may think, and what a call has to say to a retry is kept
 
 
-class _Question(NamedTuple):
-    """What a call asks its user, by the key that names it on the wire, and what will be the answer."""
-
-    key: str
-    form: JSONObject
-    answer: asyncio.Future[Any]
-
-
-def _form(message: str, schema: JSONSchema | None) -> JSONObject:
-    """The parameters to ask a question by; ValueError when MCP's forms cannot."""
+def _form(asked: JSONSchema | None) -> JSONSchema:
+    """The schema to ask a question by; ValueError when MCP's forms cannot."""
     from mcp.server.elicitation import render_elicitation_schema
 
-    asked = _plain({"message": message, "schema": schema or {"type": "object", "properties": {}}})
     try:
-        fields = _SchemaConverter().inline(asked["schema"])
+        form = _input_schema(_plain({"properties": {}, **(asked or {})}))
         # The SDK's check of the fields wants a pydantic model.
-        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: fields)))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"A question's schema cannot be asked: {error}") from None
-    is_flat = fields.get("type") == "object" and fields.keys() & _WITH_SCHEMAS == {"properties"}
-    if not is_flat or not isinstance(message, str):
-        raise ValueError("A question is a text, and its schema a flat object with properties of simple types")
-    return {"mode": "form", "message": message, "requestedSchema": fields}
+        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: form)))
+        if _branches(form, _BESIDE):
+            raise TypeError("it is a union")
+    except Exception as error:
+        raise ValueError(f"A question's schema is no flat object of simple types: {error}") from None
+    return form
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `turn` is set when the request that waits can be answered: the call asks, or has ended. One question at a time: a
-    module that asks two at once is asked for them in turn. What stands in the context of its modules works from any
-    thread and loop, as a sync module may run an async one in a loop of its own.
+    `turn` is set when the request that waits can be answered: the call asks, or has ended. It asks one question at a
+    time, `question`, which `key` names on the wire, and waits for its `answer`. What stands in the context of its
+    modules works from any thread and loop, as a sync module may run an async one in a loop of its own.
     """
 
     tool: _Tool
     arguments: JSONObject
     options: _Options
     caller: Identity | None
+    formatter: Callable[[Any], str] | None = None  # writes the text of the result
 
     def __post_init__(self) -> None:
         self.label = _label(self.tool.module_id, self.caller)
-        self.meta: Mapping[str, Any] = {}
-        self.session: ServerSession | None = None  # of the request that waits for the next answer
+        self.meta: Any = {}
+        self.session: Any = None  # of the request that waits for the next answer
         self.parks = False  # whether a question is the answer to that request, and the call waits for a retry
         self.can_ask = False
         self.token = CancelToken()
         self.turn = asyncio.Event()
         self.progress = -math.inf  # the last that was told
-        self.question: _Question  # the last one
-        self.formatter: Callable[[Any], str] | None = None
         self.task: asyncio.Task[JSONObject]
         self._asking = asyncio.Lock()
         self._unsent: Future[None] | None = None  # what was last reported from another loop
@@ -1914,9 +1897,9 @@ class _Call:
         self._request_id = ctx.request_id
         # A server without sessions may be one of many, and the answer reach another than asked.
         self.parks = _is_modern(ctx.protocol_version) and not self.options.stateless
-        way_back = self.parks or ctx.session.can_send_request
         declared = getattr(ctx.session.client_capabilities, "elicitation", None)
-        self.can_ask = way_back and bool(declared and (declared.form or not declared.url))
+        has_forms = declared and (declared.form or not declared.url)
+        self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
 
     def cancel(self) -> None:
         """Tell it to end: code that looks at its CancelToken, and the coroutines that run for it."""
@@ -1931,10 +1914,10 @@ class _Call:
         self.turn.set()
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
-        number = progress if type(progress) is int else float(progress)
+        number = float(progress)
         whole = None if total is None or not math.isfinite(total) else float(total)
         if asyncio.get_running_loop() is self._loop:
-            if self.session is not None and self.progress < number <= sys.float_info.max:  # more ends the SDK's client
+            if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
                 await self.session.report_progress(number, whole, message and _text_of(message))
         elif self._unsent is None or self._unsent.done():
@@ -1948,30 +1931,30 @@ class _Call:
         if asyncio.get_running_loop() is not self._loop:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-        form = _form(message, requested_schema)
-        schema = form["requestedSchema"]
+        form = _form(requested_schema)
+        message = _text_of(message)
         async with self._asking:
             if not self.can_ask:
                 return None
-            question = _Question(key or "input", form, self._loop.create_future())
             try:
                 async with asyncio.timeout(_PARKED_SECONDS):
                     if self.parks:
-                        self.question = question
+                        params = {"mode": "form", "message": message, "requestedSchema": form}
+                        self.key = key or "input"
+                        self.question = {"method": "elicitation/create", "params": params}
+                        self.answer = self._loop.create_future()
                         self.session = None  # its request is answered with the question: nothing can be sent after it
                         self.turn.set()
-                        answer = await question.answer
+                        answer = await self.answer
                     else:
-                        answer = await cast(Any, self.session).elicit_form(message, schema, self._request_id)
-                content = dict(answer.content or {}) if answer and answer.action == "accept" else None
-                if content is not None:
-                    Draft202012Validator(schema).validate(content)
-                return content
+                        answer = await self.session.elicit_form(message, form, self._request_id)
+                content: JSONObject = answer.content or {}
+                if answer.action == "accept":
+                    Draft202012Validator(form).validate(content)
+                    return content
             except Exception as error:  # the client's fault or its connection's: the module goes on without
-                if isinstance(error, TimeoutError):
-                    self.can_ask = False  # or each further question took as long
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
-                return None
+            return None
 
 
 # For what modules call without its context, also in tasks, timers and threads that outlive the call.
@@ -1980,12 +1963,8 @@ _CALL_KEY = "_mcp_call"
 
 
 def _call_of(context: Context[Any]) -> _Call | None:
-    """The tool call that a module runs for, also where it was called by another without its context.
-
-    A thread that apcore starts has no context variables, so the context of the call knows it too.
-    """
-    call: _Call | None = context.data.get(_CALL_KEY)
-    return call or _CURRENT.get()
+    """The tool call that a module runs for: a thread of apcore's knows it by `context`, other code without it."""
+    return context.data.get(_CALL_KEY) or _CURRENT.get()
 
 
 def _silence(future: asyncio.Future[Any]) -> None:
@@ -1995,7 +1974,7 @@ def _silence(future: asyncio.Future[Any]) -> None:
 
 
 class _Execution(BuiltinExecute):
-    """An Executor's step that runs a module, which for the calls of a server also ends it: in time, or when cancelled.
+    """apcore's step that runs a module; for the calls of a server it also ends what it runs in time, or when cancelled.
 
     apcore runs a coroutine in a task of its own, which goes on when nobody waits for it any more; and a stream that
     gives no further chunk is not held to the deadline of its call.
@@ -2003,20 +1982,18 @@ class _Execution(BuiltinExecute):
 
     def __init__(self, step: BuiltinExecute) -> None:
         vars(self).update(vars(step))
-        self._step = step
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         if _call_of(ctx.context) is None:
-            return await self._step.execute(ctx)
+            return await super().execute(ctx)
         try:
-            result = await self._step.execute(ctx)
+            result = await super().execute(ctx)
         except (asyncio.CancelledError, ModuleTimeoutError) as error:
-            for frame, _ in traceback.walk_tb(error.__traceback__):
-                if frame.f_code is BuiltinExecute.execute.__code__:  # only it knows what it waited for
-                    for value in frame.f_locals.values():
-                        if isinstance(value, asyncio.Future):
-                            value.cancel()
-                            value.add_done_callback(_silence)
+            trace: Any = error.__traceback__
+            for value in trace.tb_next.tb_frame.f_locals.values():  # only the step knows what it waited for
+                if isinstance(value, asyncio.Future):
+                    value.cancel()
+                    value.add_done_callback(_silence)
             raise
         deadline = ctx.context.global_deadline
         if ctx.output_stream is not None and deadline is not None:
@@ -2027,37 +2004,32 @@ class _Execution(BuiltinExecute):
 async def _until(deadline: float, stream: Any, module_id: str) -> AsyncIterator[Any]:
     """The chunks of a stream; ModuleTimeoutError when there is none at `deadline` (epoch seconds)."""
     seconds = deadline - time.time()
-    while True:
-        limit = asyncio.timeout(deadline - time.time())
-        try:
-            async with limit:
+    try:
+        while True:
+            async with asyncio.timeout(deadline - time.time()):
                 chunk = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            if not limit.expired():  # it is the module's own
-                raise
-            raise ModuleTimeoutError(module_id=module_id, timeout_ms=int(seconds * 1000)) from None
-        yield chunk
+            yield chunk
+    except StopAsyncIteration:
+        return
+    except TimeoutError:
+        raise ModuleTimeoutError(module_id=module_id, timeout_ms=int(seconds * 1000)) from None
 
 
 class _ModuleThreads(ThreadPoolExecutor):
     """Threads for sync modules, each call with the context variables of the task that makes it.
 
-    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. More
-    calls than `limit` wait for a thread to be free; one that is told to end meanwhile is not begun.
+    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process.
     """
 
-    def __init__(self, limit: int = 256) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+        self._calls = queue.SimpleQueue[Any]()
         self._idle = threading.Semaphore(0)
-        self._unstarted = limit
+        self._unstarted = 256  # how many there may still be
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
-        context = contextvars.copy_context()
-        self._calls.put((future, functools.partial(context.run, fn, *args, **kwargs)))
+        self._calls.put((future, functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)))
         if not self._idle.acquire(blocking=False) and self._unstarted:
             self._unstarted -= 1
             threading.Thread(target=self._work, daemon=True).start()
@@ -2076,7 +2048,7 @@ class _ModuleThreads(ThreadPoolExecutor):
             self._idle.release()
         self._calls.put(None)  # for the next thread
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._calls.put(None)
 
 
@@ -2092,14 +2064,20 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
     A call is rejected where its user cannot be asked, as when it does not come through MCP. Source: SRS FR-ANNOT-006.
     """
 
+    _is_required = True
+
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = _call_of(request.context)
-        if call is None or not call.can_ask:
+        if call is not None and call.can_ask:
+            field = {"type": "boolean", "title": "Let it run", "default": False}
+            schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
+            answer = await call.elicit(_approval_question(request), schema, "approval")
+            return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
+        if call is None or self._is_required or request.module_id.startswith(_CONTROL):
             return ApprovalResult(status="rejected", reason=_NOBODY)
-        field = {"type": "boolean", "title": "Let it run", "default": False}
-        schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await call.elicit(_approval_question(request), schema, "approval")
-        return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
+        label = _label(request.module_id, call.caller)
+        logger.warning("%s is let through without approval: its user cannot be asked", label)
+        return ApprovalResult(status="approved")
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
@@ -2108,26 +2086,20 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     Never one of apcore's own modules that change how the application runs: its caller may be anybody.
     """
 
-    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        call = _call_of(request.context)
-        if call is None or call.can_ask or request.module_id.startswith(_CONTROL):
-            return await super().request_approval(request)
-        label = _label(request.module_id, call.caller)
-        logger.warning("%s is let through without approval: its user cannot be asked", label)
-        return ApprovalResult(status="approved")
+    _is_required = False
 
 
 # Every argument is shown, however many they are; a text of more than 500 characters loses its middle.
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 502  # with its quotes
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = _SHORT.maxlong = sys.maxsize
+_SHORT.maxstring = 502  # with its quotes
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
 
 
 def _approval_question(request: ApprovalRequest) -> str:
     try:
         # A module may call another with tuples and models, inside of which a schema marks nothing.
-        arguments = to_jsonable_python(request.arguments)
-        shown = _redact_arguments(arguments, request.context.executor.registry, request.module_id)
+        given = to_jsonable_python(request.arguments)
+        shown = _redact_arguments(given, request.context.executor.registry, request.module_id)
     except (KeyError, ValueError):  # then nothing tells what is sensitive
         shown = sorted(request.arguments)
     danger = " It is annotated as destructive." if request.annotations.destructive else ""
@@ -2135,7 +2107,7 @@ def _approval_question(request: ApprovalRequest) -> str:
 
 
 # Who decides about the calls of a server, by its `approval=`; without one, apcore.
-_APPROVERS: dict[str, ApprovalHandler | None] = {
+_APPROVERS = {
     "auto": _AskOrLetThrough(),
     "require": ElicitationApprovalHandler(),
     "deny": AlwaysDenyHandler(),
@@ -2209,13 +2181,13 @@ class _ExecutionRouter:
         self._catalog = catalog
         self._executor = options.executor
         self._options = options
-        self._parked: dict[str, tuple[_Call, _Question]] = {}
+        self._parked: dict[str, Any] = {}  # calls, and which answer each waits for
         self._running: set[_Call] = set()
         strategy = self._executor.current_strategy
         for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
                 strategy.replace(step.name, _ApprovalGate(step))
-            elif isinstance(step, BuiltinExecute) and not isinstance(step, _Execution):
+            elif type(step) is BuiltinExecute:
                 strategy.replace(step.name, _Execution(step))
 
     def stop(self) -> None:
@@ -2224,41 +2196,43 @@ class _ExecutionRouter:
             call.cancel()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
+        name = _one_line(params.name[:200])
         try:
             caller = _caller(getattr(ctx.request, "scope", {}))
         except Exception:  # a user of a class of its own
-            logger.exception("Tool call error: %s - its caller cannot be read", _one_line(params.name[:200]))
+            logger.exception("Tool call error: %s - its caller cannot be read", name)
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
         if params.request_state is not None:
             return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
         tool = self._catalog.find(params.name)
         if tool is None:
-            return _not_found(params.name[:200], caller)
-        call = _Call(tool, params.arguments or {}, self._options, caller)
+            text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
+            label = _label(name, caller)
+            logger.debug("Tool call: %s", label)
+            logger.error("Tool call error: %s - ModuleNotFoundError: %s", label, text)
+            return _failure(text, "MODULE_NOT_FOUND")
+        call = _Call(tool, params.arguments or {}, self._options, caller, self._options.output_formatter)
         call.attach(ctx)
-        return await self.run(call, self._options.output_formatter)
+        return await self.run(call)
 
     async def _resume(
         self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
     ) -> JSONObject:
         """Go on with a parked call: its result, or the next question."""
-        call, asked = self._parked.get(state, (None, None))
+        call, awaited = self._parked.get(state, (None, None))
         if call is None or call.caller != caller:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self._parked[state]
-        question = call.question
         if not call.task.done():
             call.attach(ctx)
-        if not question.answer.done():  # or the module has given it up
-            if question is asked and question.key in responses:
-                question.answer.set_result(responses[question.key])
-            else:
-                call.turn.set()
+        if call.key in responses and not awaited.done():  # or the module has given it up
+            awaited.set_result(responses[call.key])
+        elif not call.answer.done():
+            call.turn.set()
         return await self._reply(call)
 
-    async def run(self, call: _Call, formatter: Callable[[Any], str] | None = None) -> JSONObject:
-        """Begin a call; its result, its text as `formatter` writes it, or the question that it asks before."""
-        call.formatter = formatter
+    async def run(self, call: _Call) -> JSONObject:
+        """Begin a call; its result, or the question that it asks before."""
         call.task = asyncio.create_task(self._execute(call))
         return await self._reply(call)
 
@@ -2277,11 +2251,9 @@ class _ExecutionRouter:
             call.cancel()
             raise _protocol_error(-32000, "Too many calls wait for their users' answers")
         state = secrets.token_urlsafe(32)
-        question = call.question
-        self._parked[state] = (call, question)
+        self._parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)
-        asked = {question.key: {"method": "elicitation/create", "params": question.form}}
-        return {"resultType": "input_required", "requestState": state, "inputRequests": asked}
+        return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
 
     async def _execute(self, call: _Call) -> JSONObject:
         """Run the module to its end; the tool result, of whatever kind."""
@@ -2304,8 +2276,8 @@ class _ExecutionRouter:
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
             mapper = _ErrorMapper(call.label, call.tool, call.arguments, self._options.registry)
             result = mapper.to_result(error)
-            if call.parks and isinstance(error, ApprovalDeniedError) and error.reason == _NOBODY:
-                required: JSONObject = {"requiredCapabilities": {"elicitation": {"form": {}}}}
+            if call.parks and getattr(error, "reason", None) == _NOBODY:
+                required: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
             return result
         finally:
@@ -2331,15 +2303,6 @@ class _ExecutionRouter:
                 _merge(merged, chunk)
                 await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
         return _success(tool, merged, call.formatter, call.label, is_checked=False)
-
-
-def _not_found(name: str, caller: Identity | None) -> JSONObject:
-    name = _text_of(name)
-    label = _label(_one_line(name), caller)
-    text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
-    logger.debug("Tool call: %s", label)
-    logger.error("Tool call error: %s - ModuleNotFoundError: %s", label, _one_line(text))
-    return _failure(text, "MODULE_NOT_FOUND")
 
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
@@ -3053,7 +3016,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         serving = ended = loop.create_future()
         # `wrap_future` would do, were it not that a signal handler's result by it does not wake the loop it interrupts.
-        self.ended.add_done_callback(functools.partial(loop.call_soon_threadsafe, ended.set_result))
+        self.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set_result, None))
         _set_log_level(options)
         try:
             async with AsyncExitStack() as closing:

@@ -74,7 +74,7 @@ async def test_what_is_not_listed_cannot_be_called(caplog: pytest.LogCaptureFixt
         assert await listed(client) == ["demo.leaves", "demo.listed"]
         registry.unregister("demo.leaves")
         for name in names:
-            failed = failure(await client.call_tool(name, {}), f"Module not found: {name}")
+            failed = failure(await client.call_tool(name, {}), "Module not found: " + name.replace("\n", "\\n"))
             assert failed["error_type"] == "MODULE_NOT_FOUND"
         endless = await client.call_tool("x" * 1_000, {})
         assert not (await client.call_tool("demo.listed", {})).is_error
