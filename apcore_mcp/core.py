@@ -64,17 +64,7 @@ from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    cast,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin, get_type_hints
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from annotated_types import Predicate
@@ -98,9 +88,7 @@ from apcore.context import Context, Identity
 from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, StepResult
-from apcore.policy import ExecutionPolicy
 from apcore.registry import load_metadata, validate_module
-from apcore.schema.hardening import validate_schema_dict
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -117,7 +105,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import from_json, to_json, to_jsonable_python
+from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -232,8 +220,6 @@ class _Options:
             raise ValueError("name must not exceed 255 characters")
         if not all(self.tags or ()):
             raise ValueError("Tag values must not be empty")
-        if not all(self.exclude or ()):
-            raise ValueError("exclude must not hold an empty prefix, which would leave out everything")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.transport != "stdio":
@@ -251,9 +237,11 @@ class _Options:
         source = self.registry_or_executor
         given = getattr(source, "executor", source)  # of apcore's client, or of whatever has one
         # An Executor that was given feeds the collector it came with.
-        self._feeds_metrics = isinstance(given, Registry) or self.metrics_collector is True
+        is_fed = isinstance(given, Executor) and self.metrics_collector is not True
         if isinstance(self.metrics_collector, bool):
             self.metrics_collector = MetricsCollector() if self.metrics_collector else None
+        collector = self.metrics_collector
+        self.feeders = [] if is_fed or not isinstance(collector, MetricsCollector) else [MetricsMiddleware(collector)]
         if isinstance(given, Registry):
             config = None
             if self.timeout is not None:
@@ -266,16 +254,6 @@ class _Options:
             raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
         self.executor = given
         self.registry: Registry = given.registry
-
-    def policies(self) -> list[ExecutionPolicy]:
-        """What an operator demands of calls, whatever modules say of themselves."""
-        steps = self.executor.current_strategy.steps
-        return [step.policy for step in steps if isinstance(step, BuiltinApprovalGate) and step.policy]
-
-    def metrics_middleware(self) -> MetricsMiddleware | None:
-        """What feeds the collector while the server runs; None where the Executor that was given does so itself."""
-        collector = self.metrics_collector
-        return MetricsMiddleware(collector) if self._feeds_metrics and isinstance(collector, MetricsCollector) else None
 
     @property
     def url(self) -> str:
@@ -343,7 +321,7 @@ _EXAMPLES = frozenset("default examples".split())
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out. (MCP's
 # conformance suite looks for a dialect that holds.)
-_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
+_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor $dynamicRef discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
@@ -416,10 +394,6 @@ def _properties(schema: JSONSchema) -> Any:
     return schema.get("properties", {})
 
 
-def _required(schema: JSONSchema) -> Any:
-    return schema.get("required", [])
-
-
 def _types(schema: JSONSchema) -> list[str]:
     types = schema.get("type", [])
     return [types] if isinstance(types, str) else types
@@ -456,8 +430,6 @@ class _SchemaConverter:
         self._nodes += 1
         if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
-        if "$dynamicRef" in node:
-            raise _Unconvertible("$dynamicRef is not supported")
         kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         _NODE.validate_python(kept, strict=True)
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
@@ -594,15 +566,10 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
 
 # ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
 
-# Schemas beside others apply to the same value. Of the rest, `_inside` finds which apply to a part of it; where it does
-# not look, a mark hides the whole.
+# Schemas beside others apply to the same value, the rest to a part of it; by some, a mark hides the whole.
 _BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
-_ITEMS = frozenset("items unevaluatedItems".split())
-_NOT_FOLLOWED = frozenset("contains propertyNames contentSchema additionalItems dependencies".split())
-
-
-def _is_blanked(view: JSONSchema) -> bool:
-    return view.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(view, _NOT_FOLLOWED)))
+_WHOLE = frozenset("contains propertyNames contentSchema additionalItems dependencies".split())
+_INSIDE = _WITH_SCHEMAS - _BESIDE - {"properties"}
 
 
 def _marks(schema: JSONSchema) -> JSONSchema:
@@ -613,13 +580,9 @@ def _marks(schema: JSONSchema) -> JSONSchema:
     """
     if not _marks_sensitive(schema):
         return {}
-    if _is_blanked(schema):
+    if schema.get("x-sensitive") is True or not _WHOLE.isdisjoint(schema):
         return {"x-sensitive": True}
-    marks = _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in marks:  # or each result looks into all of them
-            marks[keyword] = [branch for branch in marks[keyword] if branch]
-    return marks
+    return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
 
 
 def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[JSONSchema]:
@@ -630,17 +593,13 @@ def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[J
 
 
 def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
-    """What may apply to one property or item of the value that `views` describe."""
+    """What may apply to one property or item of the value that `views` describe; of patterns and places any may."""
     for view in views:
-        if isinstance(step, int):
-            yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, _ITEMS)
-        elif step in _properties(view):
+        if step in _properties(view):
             yield view["properties"][step]
-            for pattern, inner in view.get("patternProperties", {}).items():
-                if re.search(pattern, step):
-                    yield inner
-        else:  # some patterns would keep Python's `re` busy with a name for hours: any of them may fit
-            yield from _branches(view, _OTHER_PROPERTIES)
+            yield from _branches(view, ["patternProperties"])
+        else:
+            yield from _branches(view, _INSIDE)
 
 
 def _redact(value: Any, *marks: JSONSchema) -> Any:
@@ -661,19 +620,17 @@ def _redact(value: Any, *marks: JSONSchema) -> Any:
     return value
 
 
-def _redact_arguments(arguments: JSONSchema, registry: Any, module_id: str) -> Any:
-    """Copy what a module is called with, in plain JSON, without what its schema marks under any name.
+def _redact_arguments(arguments: JSONObject, schema: JSONSchema) -> JSONObject:
+    """Copy what a module is called with without the arguments that its schema, inlined, marks anything of.
 
-    KeyError where that cannot be told: a model may know an argument by a name that its schema does not have.
+    One that the schema does not name may be a marked one by another name; a mark beside the properties hides them all.
     """
-    declared = registry.get(module_id).input_schema
-    forms = _forms(declared, registry.get_definition(module_id).input_schema)
-    schemas = [_SchemaConverter().inline(form) for form in forms]
-    marks = [*filter(None, map(_marks, schemas))]
-    known = set().union(*map(_properties, schemas))
-    if marks and isinstance(declared, _Model) and not arguments.keys() <= known:
-        raise KeyError(module_id)
-    return _redact(arguments, *marks)
+    fields = _properties(schema)
+    is_hidden = _marks_sensitive({**schema, "properties": {}})
+    return {
+        name: REDACTED_VALUE if is_hidden or _marks_sensitive(fields.get(name, schema)) else value
+        for name, value in arguments.items()
+    }
 
 
 # ---- Tools: a module as clients see it: its names, what is said of it, its schemas; pure ----
@@ -714,18 +671,15 @@ _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hi
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    `annotations` are the module's, but of approval they say what the `policies` of the Executor demand. `alias` is the
-    name that apcore's display overlay wishes for; the overlay's description wins over the module's. A paragraph each
-    follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated since 1.2, until
-    2.0. Use image.scale." The overlay stands in the metadata (apcore-toolkit puts it there), or is the `display` that a
-    function or a binding was registered with.
+    `alias` is the name that apcore's display overlay wishes for; the overlay's description wins over the module's. A
+    paragraph each follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated
+    since 1.2, until 2.0. Use image.scale." The overlay stands in the metadata (apcore-toolkit puts it there), or is the
+    `display` that a function or a binding was registered with.
     """
 
-    def __init__(self, descriptor: ModuleDescriptor, policies: list[ExecutionPolicy], display: Any) -> None:
+    def __init__(self, descriptor: ModuleDescriptor, display: Any) -> None:
         self._descriptor = descriptor
-        declared = descriptor.annotations or _DEFAULT_ANNOTATIONS
-        asked = [policy.resolve(descriptor.module_id, declared).needs_approval for policy in policies]
-        self.annotations = dataclasses.replace(declared, requires_approval=any(asked or [declared.requires_approval]))
+        self.annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
         overlay: JSONObject = {}
@@ -778,7 +732,7 @@ class _Tool:
         self.descriptor = descriptor
         self.module_id = descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
-        self.about = _AnnotationMapper(descriptor, options.policies(), getattr(module, "display", None))
+        self.about = _AnnotationMapper(descriptor, getattr(module, "display", None))
         self.name = self.about.alias
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
         self.is_closed = _is_closed(module)
@@ -797,10 +751,8 @@ class _Tool:
             if _admits_object(promise):
                 # Of what has several forms no more is sure.
                 definition["outputSchema"] = {**(promise if len(outputs) == 1 else {}), "type": "object"}
-        # One tool that JSON cannot say would break the whole list, and so would one that nests too deeply for a parser
-        # where it stands in the answer.
-        answer = _plain({"result": {"tools": [definition]}})
-        self._definition: JSONObject = answer["result"]["tools"][0]
+        # One tool that JSON cannot say, or nests too deeply for a parser where it stands, would break the whole list.
+        self._definition: JSONObject = _plain([[[definition]]])[0][0][0]
         self.input_schema = self._definition["inputSchema"]
         self.output_schema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         # Whether a Decimal is a number there: JSON says it as text, and so do the models that have one.
@@ -937,10 +889,8 @@ def _success(
     """
     text, value, files = _as_json(tool, output)
     if not output or not is_checked:
-        found = validate_schema_dict(value, tool.output_schema)
-        if not found.valid:  # a client would refuse the result
-            errors = found.to_error().details["errors"]
-            raise SchemaValidationError(f"Output validation failed: {errors}", errors)
+        for error in Draft202012Validator(tool.output_schema).iter_errors(value):  # a client would refuse the result
+            raise SchemaValidationError(f"Output validation failed: {error.message}")
     if formatter is not None:
         try:
             # It is given a copy, and what it writes may hold no half of a surrogate pair.
@@ -988,22 +938,35 @@ _ERRORS_MAX = 20  # that a client is told of one call
 _ERROR_CHARACTERS = 1_000  # of a field's path, and of what is wrong with it
 
 
-def _errors_of(tool: _Tool, arguments: JSONObject) -> Iterator[Any]:
-    """What apcore finds wrong with arguments.
+def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
+    fault = {"field": ".".join(map(str, path)), "code": code, "message": message}
+    return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in fault.items()}
+
+
+def _reported(error: Any) -> dict[str, str]:
+    """An error as apcore or a module reports it, which may be a text."""
+    told = error if isinstance(error, dict) else {"message": error}
+    field = told.get("field") or told.get("path", "").strip("/").replace("/", ".")
+    return _fault([field], told.get("code") or told.get("keyword", "invalid"), told.get("message", ""))
+
+
+def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
+    """What apcore finds wrong with arguments: `{"field": "a.0", "code": "type", "message": "..."}` each.
 
     A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
     busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema.
     """
     if not hasattr(tool.model, "model_validate_json"):
-        for error in Draft202012Validator(tool.input_schema).iter_errors(arguments):
-            yield from _by_branch(error)
+        for found in Draft202012Validator(tool.input_schema).iter_errors(arguments):
+            yield from _leaves(found)
         return
     for name in _unknown(tool, arguments):
-        yield {"field": name, "code": "extra_forbidden", "message": "Extra inputs are not permitted"}
+        yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as refusal:
-        yield from refusal.errors()
+        for error in refusal.errors():
+            yield _fault(error["loc"], error["type"], error["msg"])
 
 
 def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
@@ -1011,28 +974,21 @@ def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
-def _by_branch(error: Any) -> Iterator[JSONObject]:
-    """An error of jsonschema's; of a union those of all branches, but for branches of another type or tag."""
-    path = [*error.absolute_path]
+def _leaves(error: Any) -> Iterator[dict[str, str]]:
+    """An error of jsonschema's; of a union those of its branches."""
+    for inner in error.context:
+        yield from _leaves(inner)
     if error.validator == "required":
         missing = error.message.removesuffix(" is a required property")  # in quotes
-        yield {"loc": [*path, missing[1:-1]], "code": "required", "message": "Field required"}
+        yield _fault([*error.absolute_path, missing[1:-1]], "required", "Field required")
     elif not error.context:
-        yield {"loc": path, "code": error.validator, "message": error.message}
-    others = set()
-    for inner in error.context:
-        if inner.validator in ("const", "enum") or (inner.validator == "type" and not inner.relative_path):
-            others.add(inner.relative_schema_path[0])
-    meant = [inner for inner in error.context if inner.relative_schema_path[0] not in others]
-    for inner in meant or error.context:
-        yield from _by_branch(inner)
+        yield _fault(error.absolute_path, error.validator, error.message)
 
 
 def _check_input(tool: _Tool, arguments: JSONObject) -> None:
     """Raise apcore's SchemaValidationError for arguments that the module refuses."""
-    errors = [*itertools.islice(_errors_of(tool, arguments), _ERRORS_MAX)]
-    if errors:
-        raise SchemaValidationError(f"Input validation failed: {errors}", errors)
+    for fault in _faults(tool, arguments):
+        raise SchemaValidationError(f"Input validation failed: {fault}")
 
 
 @dataclasses.dataclass
@@ -1114,16 +1070,16 @@ class _ErrorMapper:
 
     def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool, report: JSONObject) -> str:
         title = "Input validation failed"
+        errors = []
         # apcore says so of a dict schema's output, too; the step that failed knows better.
         if step == "output_validation" or error.message.startswith("Output"):
             title = "Output validation failed"
             report["user_fixable"] = False
             withheld = True
-        reported = error.details["errors"]
-        if step == "input_validation":
-            # None are found where middleware has changed the arguments.
-            reported = [*itertools.islice(_errors_of(self.tool, self.arguments), _ERRORS_MAX)] or reported
-        errors = [_told(each) for each in reported[:_ERRORS_MAX]]
+        else:
+            errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
+        # None where middleware has changed the arguments, or the module itself refuses them.
+        errors = errors or [*map(_reported, error.details["errors"][:_ERRORS_MAX])]
         if not errors:
             return title
         text = f"{title}:"
@@ -1136,38 +1092,15 @@ class _ErrorMapper:
         return text
 
 
-def _told(error: Any) -> dict[str, str]:
-    """`{"field": "a.0", "code": "type", "message": "..."}` from the forms in which pydantic and apcore report."""
-    if not isinstance(error, dict):  # a text, of a module's making
-        error = {"message": error}
-    path = error.get("loc") or error.get("path", "").strip("/").split("/")
-    fault = {
-        "field": error.get("field") or ".".join(map(str, path)),
-        "code": error.get("code") or error.get("keyword") or error.get("type", "invalid"),
-        "message": error.get("message") or error.get("msg", ""),
-    }
-    return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in fault.items()}
-
-
 # ---- Documents: what a person reads of a tool; pure ----
-
-_PLAIN_TEXTS = {
-    "date": "2025-01-31",
-    "date-time": "2025-01-31T12:00:00Z",
-    "time": "12:00:00Z",
-    "duration": "P1D",
-    "uuid": "123e4567-e89b-12d3-a456-426614174000",
-    "email": "ann@example.com",
-    "uri": "https://a.example",
-}
 
 
 def _sample(schema: JSONSchema) -> Any:
-    """An example of `schema`: one that it gives, else the plainest value that it accepts; None when that is none."""
+    """An example of `schema`: one that it gives, else the plainest value of its type; None when it accepts none."""
     given = [*schema.get("examples", ()), *schema.get("enum", ()), schema.get("const"), schema.get("default")]
     given += map(_sample, _branches(schema, ["anyOf", "oneOf"]))
-    needed = {name: _sample(_properties(schema).get(name, {})) for name in _required(schema)}
-    text = _PLAIN_TEXTS.get(schema.get("format", ""), "text")
+    needed = {name: _sample(_properties(schema).get(name, {})) for name in schema.get("required", ())}
+    text = None if "format" in schema else "text"
     for value in [*given, text, 1, 0.5, True, [], needed]:
         if value is not None and _is_valid(value, schema):
             return value
@@ -1197,7 +1130,7 @@ def _fields(schema: JSONSchema) -> str:
     rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
     for name, field in _properties(schema).items():
         kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
-        needed = "Yes" if name in _required(schema) else "No"
+        needed = "Yes" if name in schema.get("required", ()) else "No"
         example = _sample(field)
         sample = "" if example is None else f"`{to_json(example).decode()}`"
         cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
@@ -1278,6 +1211,10 @@ def _document(tool: _Tool) -> str:
 
 _PASSED_OVER = re.compile(r"[._]|node_modules$")  # names of what is neither loaded nor looked at
 _MODULE_FILES = (".py", "_meta.yaml", ".binding.yaml")
+_ONE_MODULE = (
+    "it has to define one module class (input_schema, output_schema, description, execute), or functions with @module"
+    " (from apcore.decorator import module)"
+)
 
 
 @contextmanager
@@ -1285,9 +1222,7 @@ def _left_out(what: object) -> Iterator[None]:
     """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         logger.warning("%s is left out: %s: %s", what, type(error).__name__, _text_of(error))
 
 
@@ -1302,7 +1237,7 @@ class _Files:
         # Only private names tell where it looks for files, and by which ids.
         self._registry: Any = weakref.proxy(registry)
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[int, int]] = {}  # size and time of each file
+        self._seen: dict[str, int] = {}  # the time of each file
         self._made: dict[str, str] = {}  # by module id, the file
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._seen = self._look()
@@ -1322,15 +1257,13 @@ class _Files:
                         self._registry.unregister(module_id)
             for path in sorted(changed.intersection(self._seen)):
                 with _left_out(path):
-                    for module_id, *registration in [*self._define(path)]:
+                    for module_id, *registration in self._define(path):
                         with _left_out(path):
-                            if self._registry.has(module_id):  # of classes, it would take another version
-                                raise ValueError(f"Module ID '{module_id}' is already registered")
                             self._registry.register(module_id, *registration)
                             self._made[module_id] = path
 
-    def _look(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file that may define modules, or say what they are."""
+    def _look(self) -> dict[str, int]:
+        """The time of each file that may define modules, or say what they are."""
         seen = {}
         for root in self._registry._extension_roots:
             for folder, folders, names in os.walk(os.path.realpath(root["root"])):
@@ -1339,24 +1272,22 @@ class _Files:
                     path = os.path.join(folder, name)
                     if name.endswith(_MODULE_FILES) and not os.path.islink(path):
                         with suppress(OSError):  # gone meanwhile
-                            found = os.stat(path)
-                            seen[path] = (found.st_size, found.st_mtime_ns)
+                            seen[path] = os.stat(path).st_mtime_ns
         return seen
 
     def _id_of(self, path: str) -> str:
         return str(self._registry._canonical_id_for_path(path))
 
-    def _define(self, path: str) -> Iterator[Sequence[Any]]:
+    def _define(self, path: str) -> list[Sequence[Any]]:
         """What `Registry.register` takes of all that a file defines or binds."""
         if path.endswith(".yaml"):
-            for bound in _bound(path):
-                yield bound.module_id, bound
-            return
+            return [(bound.module_id, bound) for bound in _bound(path)]
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook is not None:
             self._registry._pre_approval_hook(Path(path))
-        defined = _run_file(path, f"apcore_ext.{self._id_of(path)}")
+        module_id = self._id_of(path)
+        defined = _run_file(path, f"apcore_ext.{module_id}")
         functions = [value.apcore_module for value in defined if hasattr(value, "apcore_module")]
         classes = [
             value
@@ -1364,17 +1295,12 @@ class _Files:
             if inspect.isclass(value) and chosen in ("", value.__name__) and not validate_module(value)
         ]
         if len(classes) > 1 or not (classes or functions):
-            logger.warning(
-                "%s is left out: it has to define one module class (input_schema, output_schema, description, execute),"
-                " or functions with @module (from apcore.decorator import module)",
-                path,
-            )
-            return
-        for function in functions:
-            yield function.module_id.removeprefix("apcore_ext."), function
+            raise ImportError(_ONE_MODULE)
+        made: list[Sequence[Any]] = [(each.module_id.removeprefix("apcore_ext."), each) for each in functions]
         for module in classes:
             version = metadata.get("version") or getattr(module, "version", "1.0.0")
-            yield self._id_of(path), module(), str(version), metadata
+            made.append((module_id, module(), str(version), metadata))
+        return made
 
 
 def _run_file(path: str, place: str) -> list[Any]:
@@ -1391,19 +1317,14 @@ def _run_file(path: str, place: str) -> list[Any]:
     return [value for value in by_identity.values() if getattr(value, "__module__", "") == place]
 
 
-def _bound(path: str) -> Iterator[FunctionModule]:
+def _bound(path: str) -> list[FunctionModule]:
     """What a `*.binding.yaml` file binds, also of files beside it."""
     if b"x-sensitive" in Path(path).read_bytes():
         raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
-    for module in BindingLoader().load_bindings(path, Registry()):
-        name = _function_of(module).__module__
-        beside = os.path.join(folder, f"{name}.py")
-        if os.path.exists(beside) and sys.modules[name].__file__ != beside:
-            raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-        yield module
+    return BindingLoader().load_bindings(path, Registry())
 
 
 _FILES = weakref.WeakKeyDictionary[Registry, _Files]()
@@ -1645,48 +1566,37 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
         for name, field in _properties(schema).items():
             # Without the tag of a union nothing tells which branch was meant.
             is_tag = "const" in field and field["const"] == field.get("default")
-            if name not in _required(schema) and not is_tag:
+            if name not in schema.get("required", ()) and not is_tag:
                 properties[name] = _nullable(properties[name])
         strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
     return strict
 
 
-def _without_patterns(schema: JSONSchema) -> JSONSchema:
-    """Copy `schema` without what may keep Python's `re` busy for minutes with what a model wrote."""
-    kept = {keyword: value for keyword, value in schema.items() if not keyword.startswith("pattern")}
-    return _map_subschemas(kept, _without_patterns)
-
-
-def _drop_nulls(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
-
-    `strict_forms` are those of unions' branches, by id: a list may hold thousands of values of one union.
-    """
+def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     if not schemas:  # however deep it is
         return value
-    views = [*_meant(value, strict_forms, *schemas)]
+    views = [*_meant(value, *schemas)]
     if isinstance(value, list):
-        return [_drop_nulls(item, strict_forms, *_inside(views, index)) for index, item in enumerate(value)]
+        return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
         inside = [*_inside(views, name)]
         if item is not None or all(_is_valid(None, inner) for inner in inside):
-            kept[name] = _drop_nulls(item, strict_forms, *inside)
+            kept[name] = _drop_nulls(item, *inside)
     return kept
 
 
-def _meant(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Iterator[JSONSchema]:
+def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
     """`schemas` and all in them that apply to a value which a model wrote: of a union the branch that it could send."""
     for schema in schemas:
         yield schema
-        yield from _meant(value, strict_forms, *schema.get("allOf", ()))
+        yield from _meant(value, *schema.get("allOf", ()))
         for branch in _branches(schema, ["anyOf", "oneOf"]):
-            if id(branch) not in strict_forms:
-                strict_forms[id(branch)] = _to_strict(_without_patterns(branch))
-            if _is_valid(value, strict_forms[id(branch)]):
-                yield from _meant(value, strict_forms, branch)
+            if _is_valid(value, _to_strict(branch)):
+                yield from _meant(value, branch)
                 break
 
 
@@ -1767,9 +1677,7 @@ def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tup
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    if isinstance(arguments, str) and "null" not in arguments:
-        return tool, inputs
-    return tool, _drop_nulls(inputs, {}, tool.input_schema)
+    return tool, _drop_nulls(inputs, tool.input_schema)
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -1915,7 +1823,7 @@ class _Call:
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = float(progress)
-        whole = None if total is None or not math.isfinite(total) else float(total)
+        whole = None if total is None else float(total)
         if asyncio.get_running_loop() is self._loop:
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
@@ -2018,7 +1926,8 @@ async def _until(deadline: float, stream: Any, module_id: str) -> AsyncIterator[
 class _ModuleThreads(ThreadPoolExecutor):
     """Threads for sync modules, each call with the context variables of the task that makes it.
 
-    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process.
+    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. They
+    are the process's: an event loop that ends shuts down nothing.
     """
 
     def __init__(self) -> None:
@@ -2036,7 +1945,8 @@ class _ModuleThreads(ThreadPoolExecutor):
         return future
 
     def _work(self) -> None:
-        for future, call in iter(self._calls.get, None):
+        while True:
+            future, call = self._calls.get()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -2046,10 +1956,9 @@ class _ModuleThreads(ThreadPoolExecutor):
                     future.set_exception(error)
             del future, call  # and what the module returned
             self._idle.release()
-        self._calls.put(None)  # for the next thread
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        self._calls.put(None)
+
+_THREADS = _ModuleThreads()
 
 
 # ---- Approval: who is asked before a call runs; event loop only ----
@@ -2096,10 +2005,9 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
 
 
 def _approval_question(request: ApprovalRequest) -> str:
+    definition = request.context.executor.registry.get_definition(request.module_id)
     try:
-        # A module may call another with tuples and models, inside of which a schema marks nothing.
-        given = to_jsonable_python(request.arguments)
-        shown = _redact_arguments(given, request.context.executor.registry, request.module_id)
+        shown: Any = _redact_arguments(request.arguments, _input_schema(definition.input_schema))
     except (KeyError, ValueError):  # then nothing tells what is sensitive
         shown = sorted(request.arguments)
     danger = " It is annotated as destructive." if request.annotations.destructive else ""
@@ -2349,10 +2257,9 @@ class _Bridge:
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.sessions = AsyncExitStack()  # closed with the server
-        middleware = options.metrics_middleware()
-        if middleware is not None:
-            options.executor.use(middleware)
-            self.sessions.callback(options.executor.remove, middleware)
+        for feeder in options.feeders:  # of the metrics
+            options.executor.use(feeder)
+            self.sessions.callback(options.executor.remove, feeder)
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -2460,25 +2367,21 @@ class _Bridge:
         return await self.catalog.offered(tools, _caller(getattr(ctx.request, "scope", {})))
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
-        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
+        # Or they would be promised, and there are none.
+        params.notifications.prompts_list_changed = params.notifications.resource_subscriptions = None
         if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
             asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     async def _announce(self) -> None:
-        """Tell clients of every change of the lists, those of 2026-07-28 also which resource is another or gone."""
-        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
+        """Tell clients of every change of the lists."""
+        from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
 
-        now = self._documented()
         while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
             self._changed.clear()
-            before = now
-            now = self._documented()
             await self._bus.publish(ToolsListChanged())
             await self._bus.publish(ResourcesListChanged())
-            for uri in dict(before.items() ^ now.items()):
-                await self._bus.publish(ResourceUpdated(uri))
             await asyncio.gather(*map(self._tell, self._followers))
 
     async def _tell(self, connection: Any) -> None:
@@ -2831,7 +2734,6 @@ def _refusal(line: bytes) -> str:
         decoded = json.loads(line)
         code = -32600
         if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
-            str(decoded["id"]).encode()  # half of a surrogate pair cannot be said
             request_id = decoded["id"]
     error = {"code": code, "message": f"Not a single JSON-RPC message of at most {_MESSAGE_MAX_BYTES} bytes"}
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error})
@@ -2864,8 +2766,6 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
                 continue
             try:
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                if not hasattr(message, "id") and "id" in json.loads(line):
-                    raise ValueError("It is no id, or this would be a request")
             except ValueError:
                 await write(_refusal(line))
                 continue
@@ -3045,7 +2945,7 @@ class _Life:
     def block(self) -> None:
         """Run on an event loop of its own, to the end."""
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(_ModuleThreads())
+        loop.set_default_executor(_THREADS)
         running = loop.create_task(self.run())
         try:
             while not running.done():
@@ -3056,11 +2956,10 @@ class _Life:
             # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to.
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
-                task.add_done_callback(_silence)
                 task.cancel()
             if tasks:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-            loop.close()  # and the threads
+            loop.close()
 
 
 def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Callable[P, T]:
