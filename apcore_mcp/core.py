@@ -273,14 +273,13 @@ _ONLY_OFF = "approval_handler authenticator strategy trace observability output_
 
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
-    unused = []
-    for name, value in list(options.items()):
-        is_off = value is None or value is False
-        if name in _WITHOUT_EFFECT or (is_off and name in _ONLY_OFF):
-            unused.append(name)
-            del options[name]
-    if "approval" not in options and "approval_handler" in options:
-        options["approval"] = options.pop("approval_handler")
+    options = {
+        name: value
+        for name, value in options.items()
+        if name not in _WITHOUT_EFFECT and not (name in _ONLY_OFF and value in (None, False))
+    }
+    if "approval_handler" in options:
+        options.setdefault("approval", options.pop("approval_handler"))
     try:
         made = _Options(*given, **options)
     except ValidationError as error:
@@ -290,8 +289,6 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
         raise TypeError(f"{door} {option}: {fault['msg']}{hint}") from None
     made.check()
     made.take_source()
-    if unused:
-        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
     return made
 
 
@@ -318,6 +315,7 @@ _OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluate
 
 _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
+_UNTOLD = re.compile(rb'"x-sensitive":true|[:[,](NaN|-?Infinity)\b')
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out. (MCP's
 # conformance suite looks for a dialect that holds.)
@@ -440,7 +438,8 @@ class _SchemaConverter:
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
-        if not _EXAMPLES.isdisjoint(result) and not _may_be_told(result):
+        # Neither what a marked value is when nobody gives one, nor what JSON cannot say.
+        if not _EXAMPLES.isdisjoint(result) and _UNTOLD.search(to_json(result, fallback=lambda _: math.nan)):
             result = {key: value for key, value in result.items() if key not in _EXAMPLES}
         return result
 
@@ -457,22 +456,10 @@ class _SchemaConverter:
         return self._visit(target, resolved.resolver, {**opened, id(target): name})
 
 
-def _may_be_told(schema: JSONSchema) -> bool:
-    """Whether the examples in `schema` are JSON, and of nothing that is marked."""
-    if _marks_sensitive(schema):
-        return False
-    try:
-        _plain(schema)
-    except ValueError:
-        return False
-    return True
-
-
 def _admits_object(schema: JSONSchema) -> bool:
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema and not any(map(_admits_object, schema[keyword])):
-            return False
-    return "object" in (_types(schema) or ["object"])
+    branches = _branches(schema, ["anyOf", "oneOf"])
+    is_open = not branches or any(map(_admits_object, branches))
+    return is_open and "object" in (_types(schema) or ["object"])
 
 
 # How pydantic-core's schema of a model says, as JSON, that it may give what its validation schema does not tell: other
@@ -534,7 +521,6 @@ def _is_closed(module: Any) -> bool:
     """Whether a module is a function that takes no other arguments than those of its schema."""
     if not isinstance(module, FunctionModule) or not isinstance(module.input_schema, _Model):
         return False  # a dict schema says it of itself
-    # The schema of a binding does not say it of its function.
     return inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
 
 
@@ -796,20 +782,19 @@ def _media(*schemas: JSONSchema) -> dict[str, str]:
 # than the one that is sent (bytes, secrets, what is stripped first), and what closes an object knows no computed field.
 _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
-    " exclusiveMinimum exclusiveMaximum minItems maxItems".split()
+    " exclusiveMinimum exclusiveMaximum minItems maxItems title description default examples deprecated".split()
 )
 
 
 def _promise(schema: JSONSchema) -> JSONSchema:
     """What holds by `schema` of a value as it is sent: never stricter than that."""
-    unsaid = {key for key in schema if key.startswith(("format", "$"))}  # AJV knows more of these
-    unsaid |= _CONSTRAINTS - _PROMISED
+    said = {key: value for key, value in schema.items() if key in _PROMISED}
     if "prefixItems" in schema:
-        unsaid.add("items")
+        said.pop("items", None)
     if "patternProperties" in schema or schema.get("additionalProperties") is False:
-        unsaid.add("additionalProperties")
-    # Of several variants more than one may hold where less is said of each.
-    said = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if key not in unsaid}
+        said.pop("additionalProperties", None)
+    if "oneOf" in said:  # where less is said of each variant, more than one may hold
+        said["anyOf"] = said.pop("oneOf")
     promise = _map_subschemas(said, _promise)
     # Nobody holds a default against its field, `size: int = None`.
     return _nullable(promise) if schema.get("default", promise) is None else promise
@@ -1222,7 +1207,9 @@ def _left_out(what: object) -> Iterator[None]:
     """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         logger.warning("%s is left out: %s: %s", what, type(error).__name__, _text_of(error))
 
 
@@ -1279,7 +1266,7 @@ class _Files:
         return str(self._registry._canonical_id_for_path(path))
 
     def _define(self, path: str) -> list[Sequence[Any]]:
-        """What `Registry.register` takes of all that a file defines or binds."""
+        """What `Registry.register` takes of each module that a file defines or binds."""
         if path.endswith(".yaml"):
             return [(bound.module_id, bound) for bound in _bound(path)]
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
@@ -1823,7 +1810,7 @@ class _Call:
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = float(progress)
-        whole = None if total is None else float(total)
+        whole = None if total is None or not math.isfinite(total) else float(total)
         if asyncio.get_running_loop() is self._loop:
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
@@ -2956,6 +2943,7 @@ class _Life:
             # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to.
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
+                task.add_done_callback(_silence)
                 task.cancel()
             if tasks:
                 loop.run_until_complete(asyncio.wait(tasks, timeout=1))
