@@ -25,8 +25,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import uvicorn
-from apcore import Executor, Registry
+from apcore import Executor
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.sys_modules.control import ToggleState
 from conftest import (
@@ -51,7 +50,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from support import ACCEPT, answer, clog, handshake, initialize_params, message, modern
 
 from apcore_mcp import MCPServer, __version__, async_serve
@@ -88,11 +87,10 @@ async def happens(event: threading.Event) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def asgi_client(source: Registry, *, root_path: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def asgi_client(source: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app that `async_serve()` yields, without a socket between them."""
     async with async_serve(source, **options) as app:
-        transport = httpx.ASGITransport(app, root_path=root_path)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
             yield client
 
 
@@ -106,34 +104,30 @@ def call(name: str, arguments: dict[str, Any], mode: str = MODERN) -> dict[str, 
 
 
 @pytest.mark.requirement("FR-SERVER-002")
-@pytest.mark.parametrize("path", ["/mcp", "/mcp/"])
-def test_the_endpoint_answers_itself_without_a_redirect(path: str) -> None:
+def test_the_endpoint_answers_itself_without_a_redirect() -> None:
     with serving(registry_of({"demo.echo": echo})) as url, httpx.Client() as client:
-        _, session = handshake(client, url + path)
-        called = client.post(url + path, **call("demo.echo", {"a": 1}, HANDSHAKE), headers=session)
-        assert answer(called)["result"]["structuredContent"] == {"a": 1}
-        assert answer(client.post(url + path, **call("demo.echo", {"a": 2})))["result"]["structuredContent"] == {"a": 2}
+        for endpoint in (f"{url}/mcp", f"{url}/mcp/"):
+            _, session = handshake(client, endpoint)
+            called = client.post(endpoint, **call("demo.echo", {"a": 1}, HANDSHAKE), headers=session)
+            assert answer(called)["result"]["structuredContent"] == {"a": 1}
+            called = client.post(endpoint, **call("demo.echo", {"a": 2}))
+            assert answer(called)["result"]["structuredContent"] == {"a": 2}
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-def test_anything_but_the_transports_own_routes_is_not_found(transport: str) -> None:
+async def test_anything_but_the_transports_own_routes_is_not_found(transport: str) -> None:
+    """An SSE stream opens for GET alone: a client that tries POST first, as is specified, falls back when refused."""
     foreign = ["/sse", "/messages/"] if transport == "streamable-http" else ["/mcp", "/mcp/"]
-    with serving(registry_of(), transport=transport) as url, httpx.Client() as client:
-        for path in ["/", "/nowhere", "/mcp/more", *foreign]:
-            assert client.get(url + path).status_code == 404, path
-            assert client.post(url + path, json=message("ping")).status_code == 404, path
-        if transport == "streamable-http":
-            for method in ("GET", "DELETE", "PUT"):
-                for headers in (ACCEPT, ACCEPT | {"MCP-Protocol-Version": MODERN}):
-                    assert client.request(method, f"{url}/mcp", headers=headers).status_code in (400, 405), method
-
-
-async def test_an_sse_stream_opens_for_get_alone() -> None:
-    """A client that tries POST first, as the specification has it, falls back when it is refused."""
-    async with asgi_client(registry_of(), transport="sse") as client:
-        for method in ("POST", "DELETE"):
+    async with asgi_client(registry_of(), transport=transport) as client:
+        for path in ["/", "/nowhere", "/mcp/more", "/metrics", *foreign]:
+            assert (await client.get(path)).status_code == 404, path
+            assert (await client.post(path, json=message("ping"))).status_code == 404, path
+        for method in ("POST", "DELETE") if transport == "sse" else ():
             response = await client.request(method, "/sse", json={})
             assert (response.status_code, "GET" in response.headers["allow"]) == (405, True)
+        for method in ("GET", "DELETE", "PUT") if transport == "streamable-http" else ():
+            for headers in (ACCEPT, ACCEPT | {"MCP-Protocol-Version": MODERN}):
+                assert (await client.request(method, "/mcp", headers=headers)).status_code in (400, 405), method
 
 
 async def test_what_is_no_http_request_is_refused() -> None:
@@ -155,12 +149,10 @@ async def test_what_is_no_http_request_is_refused() -> None:
 
 @pytest.mark.requirement("FR-TRANSPORT-003")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
-@pytest.mark.parametrize(("host", "reachable"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_the_host_decides_on_which_interfaces_it_listens(host: str, reachable: bool) -> None:
-    with serving(registry_of(), host=host) as url:
-        port = urlsplit(url).port
-        with contextlib.nullcontext() if reachable else pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=10).close()
+def test_the_host_decides_on_which_interfaces_it_listens() -> None:
+    for host, refused in (("127.0.0.1", pytest.raises(ConnectionRefusedError)), ("0.0.0.0", contextlib.nullcontext())):
+        with serving(registry_of(), host=host) as url, refused:
+            socket.create_connection(("127.0.0.2", urlsplit(url).port), timeout=10).close()
 
 
 def _has_ipv6() -> bool:
@@ -188,10 +180,9 @@ def _peer(connection: socket.socket) -> Any:
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
-async def test_it_listens_on_ipv6() -> None:
+def test_it_listens_on_ipv6() -> None:
     with serving(registry_of(), host="::1") as url:
-        async with httpx.AsyncClient() as client:
-            assert (await client.get(f"http://[::1]:{urlsplit(url).port}/health")).status_code == 200
+        assert httpx.get(f"http://[::1]:{urlsplit(url).port}/health").status_code == 200
 
 
 @pytest.mark.requirement("FR-SERVER-003", "FR-TRANSPORT-004")
@@ -235,23 +226,18 @@ async def test_twenty_official_clients_are_served_at_once() -> None:
 
 # ---- Who is let in ----
 
-FORM = "application/x-www-form-urlencoded"
 REFUSED_OR_NOT = {
     "own-host": ({}, 200),
     "localhost-in-capitals": ({"Host": "LOCALHOST:8000", "Origin": "http://LocalHost:8000"}, 200),
     "foreign-host": ({"Host": "evil.example"}, 421),
     "own-origin": ({"Origin": "http://127.0.0.1:8000"}, 200),
     "other-port-of-the-address": ({"Origin": "http://127.0.0.1:1"}, 403),
-    "default-port": ({"Origin": "http://127.0.0.1"}, 403),
     "foreign-origin": ({"Origin": "http://evil.example"}, 403),
     "origin-that-begins-like-ours": ({"Origin": "http://127.0.0.1:8000.evil.example"}, 403),
     "opaque-origin": ({"Origin": "null"}, 403),
-    "rebound-name": ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 421),
     "text-plain": ({"Content-Type": "text/plain"}, 415),
-    "form": ({"Content-Type": FORM}, 415),
+    "form": ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
     "begins-like-json": ({"Content-Type": "application/jsonx"}, 415),
-    "json-as-a-parameter": ({"Content-Type": "text/plain; application/json"}, 415),
-    "multipart": ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
     "json-with-charset": ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
 }
 
@@ -272,35 +258,15 @@ async def test_only_this_machine_and_the_servers_own_pages_are_let_in() -> None:
     assert ran == [name for name, (_, status) in REFUSED_OR_NOT.items() if status == 200]
 
 
-def test_a_request_without_a_host_is_refused() -> None:
-    with serving(registry_of()) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port)) as client:
-        client.settimeout(20)
-        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert client.recv(100).split()[1] in (b"400", b"421")
-
-
-GIVEN = ["tools.example", "wild.example:*", "port.example:8443"]
 LOOPBACK_ONLY = {
     ("localhost:1", "http://localhost:1"): 200,
     ("localhost:1", "http://localhost:2"): 403,
-    ("LOCALHOST", None): 200,
-    ("127.0.0.1", "http://127.0.0.1"): 200,
     ("[::1]:1", None): 200,
     ("192.0.2.1:1", None): 200,  # no name that is rebound, but what another machine or a container asks for
     ("evil.example", None): 421,
-    ("127.0.0.1:@evil.example", None): 421,
-    ("evil@127.0.0.1", None): 421,
     ("127.0.0.1.evil.example", None): 421,
     ("localhost.evil.example:8000", None): 421,
     ("", None): 421,
-}
-ANY_NAME = {
-    ("any.example", None): 200,
-    ("any.example:8000", None): 200,
-    ("any.example:8000", "http://any.example:8000"): 200,
-    ("any.example:8000", "http://any.example:1"): 403,
-    ("192.0.2.1:8000", "http://192.0.2.1:8000"): 200,
-    ("localhost:8000", "http://localhost:8000"): 200,
 }
 
 
@@ -308,20 +274,15 @@ ANY_NAME = {
     ("options", "told"),
     [
         pytest.param(
-            {"allowed_hosts": GIVEN},
+            {"allowed_hosts": ["tools.example", "wild.example:*", "port.example:8443"]},
             {
-                ("tools.example", None): 200,
                 ("Tools.Example", "https://TOOLS.example"): 200,  # TLS may end before us
                 ("tools.example", "http://evil.example"): 403,
                 ("wild.example:1234", None): 200,
                 ("wild.example.evil.example:1234", None): 421,
                 ("port.example:8443", None): 200,
                 ("port.example:8444", None): 421,
-                ("evil.example", None): 421,
                 ("127.0.0.1:8000", None): 200,  # a probe, or the developer's own machine
-                ("192.0.2.1:8000", None): 200,
-                ("localhost", "http://localhost"): 200,
-                ("localhost", "http://evil.example"): 403,
             },
             id="given-names",
         ),
@@ -331,11 +292,10 @@ ANY_NAME = {
             id="given-names-on-all-interfaces",
         ),
         pytest.param(
-            {"allowed_hosts": ["*", "*.tools.example"]},
+            {"allowed_hosts": ["*"]},
             {
-                **ANY_NAME,
-                ("my.tools.example", "https://my.tools.example"): 200,
-                ("my.tools.example", "https://other.tools.example"): 403,
+                ("any.example:8000", "http://any.example:8000"): 200,
+                ("any.example:8000", "http://any.example:1"): 403,
             },
             id="any-name-given",
         ),
@@ -343,10 +303,8 @@ ANY_NAME = {
             {"host": "MyBox"},
             {
                 ("mybox:8000", "http://mybox:8000"): 200,
-                ("mybox:1", None): 200,
-                ("any.example", None): 200,
-                ("any.example", "http://any.example"): 200,
                 ("mybox:8000", "http://mybox:1"): 403,
+                ("any.example", "http://any.example"): 200,
             },
             id="its-own-name",
         ),
@@ -358,21 +316,14 @@ ANY_NAME = {
         pytest.param(
             {"host": "0.0.0.0"},
             {
-                ("any.example", None): 200,
                 ("any.example:1", "http://any.example:1"): 200,
-                ("192.0.2.1:1", "http://192.0.2.1:1"): 200,
-                ("[2001:db8::1]:1", "http://[2001:db8::1]:1"): 200,
                 ("[fe80::1%25eth0]:1", None): 200,
                 ("192.0.2.1:1", "http://192.0.2.1:2"): 403,
-                ("192.0.2.1", "http://evil.example"): 403,
                 ("192.0.2.1", "null"): 403,
             },
             id="any-name-on-all-interfaces",
         ),
-        pytest.param({}, LOOPBACK_ONLY, id="default"),
-        pytest.param({"host": "Localhost"}, LOOPBACK_ONLY, id="localhost"),
-        pytest.param({"host": "127.0.0.2"}, LOOPBACK_ONLY, id="loopback"),
-        pytest.param({"host": "::1"}, LOOPBACK_ONLY, id="ipv6-loopback"),
+        *((given, LOOPBACK_ONLY) for given in ({}, {"host": "Localhost"}, {"host": "127.0.0.2"}, {"host": "::1"})),
         pytest.param({"host": "0:0:0:0:0:0:0:1"}, LOOPBACK_ONLY, id="ipv6-loopback-in-full"),
     ],
 )
@@ -431,8 +382,6 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
 
 async def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
     middleware = [Middleware(Doorman, asked=[])]
-    with pytest.raises(TypeError, match="secret"), serving(registry_of(), middleware=middleware):
-        pass
     with pytest.raises(TypeError, match="secret"):
         async with async_serve(registry_of(), middleware=middleware):
             pass
@@ -441,28 +390,19 @@ async def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -
 # ---- What is too much, and what is nothing ----
 
 
-@pytest.mark.parametrize(
-    ("transport", "path", "headers"),
-    [
-        pytest.param("streamable-http", "/mcp", ACCEPT, id="mcp-handshake"),
-        pytest.param("streamable-http", "/explorer/tools/x/call", {}, id="explorer"),
-        pytest.param("sse", "/messages/?session_id=" + "0" * 32, {}, id="messages"),
-    ],
-)
-def test_a_body_over_four_mebibytes_is_refused_before_it_has_ended(
-    transport: str, path: str, headers: dict[str, str]
-) -> None:
-    with serving(registry_of(), transport=transport, explorer=True) as url:
-        for size in ({"Content-Length": str(4 * MIB + 1)}, {"Transfer-Encoding": "chunked"}):
+def test_a_body_over_four_mebibytes_is_refused_before_it_has_ended() -> None:
+    with serving(registry_of(), explorer=True) as url:
+        sizes = ({"Content-Length": str(4 * MIB + 1)}, {"Transfer-Encoding": "chunked"})
+        for path, size in itertools.product(("/mcp", "/explorer/tools/x/call"), sizes):
             connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port or 0, timeout=20)
             with contextlib.closing(connection):
                 connection.putrequest("POST", path)
-                for name, value in ({"Content-Type": "application/json"} | headers | size).items():
+                for name, value in ({"Content-Type": "application/json"} | ACCEPT | size).items():
                     connection.putheader(name, value)
                 connection.endheaders()
                 if "Content-Length" not in size:  # one chunk, and no last one
                     connection.send(b"%x\r\n" % (4 * MIB + 1) + b" " * (4 * MIB + 1) + b"\r\n")
-                assert connection.getresponse().status == 413, size
+                assert connection.getresponse().status == 413, (path, size)
 
 
 def test_a_body_just_under_the_limit_is_served() -> None:
@@ -473,55 +413,46 @@ def test_a_body_just_under_the_limit_is_served() -> None:
         assert answer(response)["result"]["structuredContent"] == {"length": len(text)}
 
 
-def test_a_body_that_is_no_request_is_told_so_and_the_server_goes_on(mode: str) -> None:
+def test_a_body_that_is_no_request_is_told_so_and_the_server_goes_on() -> None:
     bodies = {
         b"": (-32700,),
-        b"{": (-32700,),
         b"\xff": (-32700,),
         b"[" * 100_000: (-32700,),
-        b"[]": (-32600, -32602),
         b'[{"jsonrpc":"2.0","id":1,"method":"ping"}]': (-32600, -32602),
-        b'"tools/list"': (-32600, -32602),
         b'{"jsonrpc":"2.0","id":1}': (-32600, -32602),
     }
     with serving(registry_of({"demo.echo": echo})) as url, httpx.Client(timeout=30) as client:
-        request = call("demo.echo", {"a": 1}, mode)
-        if mode == HANDSHAKE:
-            request["headers"] = handshake(client, f"{url}/mcp")[1]
-        for body, codes in bodies.items():
+        old = call("demo.echo", {"a": 1}, HANDSHAKE) | {"headers": handshake(client, f"{url}/mcp")[1]}
+        for request in (old, call("demo.echo", {"a": 1})):
             headers = request["headers"] | {"Content-Type": "application/json"}
-            response = client.post(f"{url}/mcp", content=body, headers=headers)
-            assert response.status_code == 400, body[:50]
-            assert answer(response)["error"]["code"] in codes, body[:50]
-            assert answer(response)["id"] is None or body.startswith(b"{")
-        assert answer(client.post(f"{url}/mcp", **request))["result"]["structuredContent"] == {"a": 1}
+            for body, codes in bodies.items():
+                response = client.post(f"{url}/mcp", content=body, headers=headers)
+                assert (response.status_code, answer(response)["error"]["code"] in codes) == (400, True), body[:50]
+                assert answer(response)["id"] is None or body.startswith(b"{")
+            assert answer(client.post(f"{url}/mcp", **request))["result"]["structuredContent"] == {"a": 1}
 
 
 # ---- Without sessions ----
 
 
-def test_stateless_servers_may_stand_behind_a_load_balancer(mode: str) -> None:
+def test_stateless_servers_may_stand_behind_a_load_balancer() -> None:
     registry = registry_of({"demo.echo": echo})
-    requests = {"tools/list": None, "tools/call": {"name": "demo.echo", "arguments": {"a": 1}}}
-    with (
-        serving(registry, stateless=True) as one,
-        serving(registry, stateless=True) as another,
-        httpx.Client(timeout=30) as client,
-    ):
-        balanced = itertools.cycle([f"{one}/mcp", f"{another}/mcp"])
-        if mode == HANDSHAKE:
-            first = client.post(
-                next(balanced), json=message("initialize", initialize_params("2025-06-18")), headers=ACCEPT
-            )
-            assert answer(first)["result"]["protocolVersion"] == "2025-06-18"
-            assert "mcp-session-id" not in first.headers
-        for method, params in [*requests.items()] * 2 + [*requests.items()][::-1]:  # each method on each server
-            old = {"json": message(method, params), "headers": ACCEPT | {"MCP-Protocol-Version": "2025-06-18"}}
-            result = answer(client.post(next(balanced), **(modern(method, params) if mode == MODERN else old)))[
-                "result"
-            ]
-            shown = result["structuredContent"] if params else [tool["name"] for tool in result["tools"]]
-            assert shown == ({"a": 1} if params else ["demo.echo"])
+    headers = ACCEPT | {"MCP-Protocol-Version": "2025-06-18"}
+    with contextlib.ExitStack() as stack, httpx.Client(timeout=30) as client:
+        servers = [stack.enter_context(serving(registry, stateless=True)) for _ in range(2)]
+        balanced = itertools.cycle(f"{url}/mcp" for url in servers)
+        begin = message("initialize", initialize_params("2025-06-18"))
+        first = client.post(next(balanced), json=begin, headers=ACCEPT)
+        assert answer(first)["result"]["protocolVersion"] == "2025-06-18"
+        assert "mcp-session-id" not in first.headers
+        for request in ({"json": message("tools/list"), "headers": headers}, modern("tools/list")):
+            for _ in servers:
+                [tool] = answer(client.post(next(balanced), **request))["result"]["tools"]
+                assert tool["name"] == "demo.echo"
+        for request in (call("demo.echo", {"a": 1}, HANDSHAKE) | {"headers": headers}, call("demo.echo", {"a": 1})):
+            for _ in servers:
+                result = answer(client.post(next(balanced), **request))["result"]
+                assert result["structuredContent"] == {"a": 1}
 
 
 # ---- How calls end ----
@@ -550,33 +481,6 @@ async def test_a_deleted_session_is_gone_and_so_are_its_calls() -> None:
             assert answer(await theirs)["result"]["structuredContent"] == {"opened": True}
     assert not gate.finished.is_set()
     assert not bystander.cancelled.is_set()
-
-
-async def test_a_dropped_post_cancels_its_call_only_from_2026_on(mode: str) -> None:
-    """In the handshake era the specification has it that a disconnection is no cancellation."""
-    gate = Gate()
-    with serving(registry_of({"demo.gate": gate, "demo.echo": echo})) as url:
-        session = {}
-        if mode == HANDSHAKE:
-            with httpx.Client(timeout=30) as opener:
-                session = {"headers": handshake(opener, f"{url}/mcp")[1]}
-        async with httpx.AsyncClient(timeout=30) as client:
-            dropped = asyncio.create_task(client.post(f"{url}/mcp", **call("demo.gate", {}, mode), **session))
-            assert await happens(gate.entered)
-            dropped.cancel()
-            await asyncio.wait({dropped})
-            if mode == MODERN:
-                assert await happens(gate.cancelled)
-                assert gate.token.is_cancelled
-                assert not gate.finished.is_set()
-            for _ in range(10):  # round trips behind which the server has seen the connection close
-                reply = await client.post(f"{url}/mcp", **call("demo.echo", {"a": 1}, mode), **session)
-                assert answer(reply)["result"]["structuredContent"] == {"a": 1}
-            if mode == HANDSHAKE:
-                gate.opened.set_result(None)
-                assert await happens(gate.finished)
-                assert not gate.cancelled.is_set()
-                assert not gate.token.is_cancelled
 
 
 # ---- How servers end ----
@@ -785,60 +689,22 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
 # ---- Inside another program ----
 
 
-async def test_an_app_of_ones_own_can_hold_the_server() -> None:
-    """`async_serve()` mounted beside other routes, which its rules do not touch."""
-
+async def test_beside_other_routes_of_an_app_the_servers_rules_touch_only_its_own() -> None:
     async def home(request: Request) -> PlainTextResponse:
         return PlainTextResponse("home")
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with async_serve(registry_of({"demo.echo": echo})) as tools:
-            app.mount("/tools", tools)
-            yield
-
-    server = uvicorn.Server(
-        uvicorn.Config(Starlette(routes=[Route("/home", home)], lifespan=lifespan), log_config=None)
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # clients may connect from here on, and wait
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with Client(f"{url}/tools/mcp", mode=MODERN, cache=None, read_timeout_seconds=30) as client:
-                assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
-                assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
-            async with httpx.AsyncClient(timeout=30) as stranger:
-                foreign = {"Origin": "http://evil.example"}
-                assert (await stranger.get(f"{url}/home", headers=foreign)).text == "home"
-                request = modern("tools/list")
-                refused = await stranger.post(f"{url}/tools/mcp", **request | {"headers": request["headers"] | foreign})
-                assert refused.status_code == 403
-                assert (await stranger.post(f"{url}/mcp", **request)).status_code == 404
-        finally:
-            server.should_exit = True
-            await asyncio.to_thread(thread.join, 30)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("where", ["on_startup", "body"])
-async def test_an_error_comes_out_of_async_serve_as_it_was_raised(where: str) -> None:
-    """ "All other options are those of serve(), and so are the errors", says `async_serve()`."""
-
-    def fail() -> None:
-        raise LookupError("of the program's own")
-
-    with pytest.raises(LookupError, match="of the program's own"):
-        async with async_serve(registry_of(), on_startup=fail if where == "on_startup" else None):
-            fail()
+    foreign = {"Origin": "http://evil.example"}
+    async with async_serve(registry_of({"demo.echo": echo})) as tools:
+        transport = httpx.ASGITransport(Starlette(routes=[Route("/home", home), Mount("/tools", tools)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            assert (await client.get("/home", headers=foreign)).text == "home"
+            request = call("demo.echo", {"a": 1})
+            assert answer(await client.post("/tools/mcp", **request))["result"]["structuredContent"] == {"a": 1}
+            request["headers"] |= foreign
+            assert (await client.post("/tools/mcp", **request)).status_code == 403
 
 
 HTTP = pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-
-
-async def get(url: str) -> httpx.Response:
-    async with httpx.AsyncClient() as client:
-        return await client.get(url)
 
 
 def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -848,29 +714,20 @@ def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 # ---- Health ----
 
 
-@pytest.mark.requirement("FR-HEALTH-001", "FR-HEALTH-002")
+@pytest.mark.requirement("FR-HEALTH-001", "FR-HEALTH-002", "FR-SERVER-006")
 @HTTP
-def test_health_tells_how_much_is_served_and_since_when(transport: str) -> None:
-    registry = registry_of({"t.one": echo, "t.two": echo})
-    with serving(registry, transport=transport, version="7.1") as url:
-        response = httpx.get(f"{url}/health")
-        first = response.json()
-        registry.register("t.three", FunctionalModule(echo))
-        second = httpx.get(f"{url}/health").json()
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    assert first.keys() == {"status", "module_count", "tools_count", "uptime_seconds", "version"}
-    assert (first["status"], first["module_count"], first["tools_count"], first["version"]) == ("ok", 2, 2, "7.1")
-    assert 0 <= first["uptime_seconds"] < second["uptime_seconds"]
-    assert second["tools_count"] == 3
-
-
-@pytest.mark.requirement("FR-SERVER-006")
-async def test_health_of_a_server_without_tools_is_ok_too() -> None:
-    async with asgi_client(registry_of()) as client:
-        told = (await client.get("/health")).json()
-        assert (told["status"], told["module_count"], told["version"]) == ("ok", 0, __version__)
+async def test_health_tells_how_much_is_served_and_since_when(transport: str) -> None:
+    registry = registry_of()
+    async with asgi_client(registry, transport=transport, version="7.1" if transport == "sse" else None) as client:
+        response = await client.get("/health")
+        registry.register("t.one", FunctionalModule(echo))
+        first, second = response.json(), (await client.get("/health")).json()
         assert (await client.post("/health", json={})).status_code == 405
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
+    version = "7.1" if transport == "sse" else __version__
+    assert 0 <= first.pop("uptime_seconds") < second.pop("uptime_seconds")
+    assert first == {"status": "ok", "module_count": 0, "tools_count": 0, "version": version}
+    assert second == {"status": "ok", "module_count": 1, "tools_count": 1, "version": version}
 
 
 # ---- Metrics ----
@@ -889,16 +746,13 @@ def samples(page: str) -> dict[tuple[str, str], float]:
     return found
 
 
-@HTTP
-async def test_metrics_count_the_calls_of_each_module(transport: str) -> None:
+async def test_metrics_count_the_calls_of_each_module() -> None:
     registry = registry_of({"t.echo": echo, "t.fail": fail})
-    with serving(registry, transport=transport, metrics_collector=MetricsCollector()) as url:
-        assert samples((await get(f"{url}/metrics")).text) == {}
-        server: Any = sse_client(f"{url}/sse") if transport == "sse" else f"{url}/mcp"
-        async with Client(server, mode=HANDSHAKE) as client:
-            for name in ("t.echo", "t.echo", "t.fail"):
-                await client.call_tool(name, {})
-        response = await get(f"{url}/metrics")
+    async with asgi_client(registry, metrics_collector=MetricsCollector()) as client:
+        assert samples((await client.get("/metrics")).text) == {}
+        for name in ("t.echo", "t.echo", "t.fail"):
+            await client.post("/mcp", **call(name, {}))
+        response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     counted = samples(response.text)
     assert counted["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == 2
@@ -907,40 +761,34 @@ async def test_metrics_count_the_calls_of_each_module(transport: str) -> None:
     assert counted["apcore_module_duration_seconds_sum", 'module_id="t.echo"'] > 0
 
 
-async def test_without_a_collector_there_is_no_metrics_page() -> None:
-    async with asgi_client(registry_of()) as client:
-        assert (await client.get("/metrics")).status_code == 404
-
-
-async def test_any_object_that_exports_can_be_the_collector_and_an_executor_keeps_its_middleware() -> None:
+def test_any_object_that_exports_can_be_the_collector_and_when_it_fails_nobody_is_told_why() -> None:
     class Exporter:
-        def export_prometheus(self) -> str:
-            return "up 1\n"
+        page = "up 1\n"
 
-    executor = Executor(registry_of({"t.echo": echo}))
-    with serving(executor, metrics_collector=Exporter()) as url:
-        assert (await get(f"{url}/metrics")).text == "up 1\n"
-    async with connect(executor, metrics_collector=MetricsCollector()) as client:
-        assert not (await client.call_tool("t.echo", {})).is_error
-    assert executor.middlewares == []
+        def export_prometheus(self) -> str:
+            if not self.page:
+                raise OSError("/var/lib/metrics")
+            return self.page
+
+    exporter = Exporter()
+    with serving(registry_of(), metrics_collector=exporter) as url:
+        assert httpx.get(f"{url}/metrics").text == "up 1\n"
+        exporter.page = ""
+        response = httpx.get(f"{url}/metrics")
+        assert (response.status_code, response.text) == (500, "Internal Server Error")
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -> None:
     """Whatever feeds a collector of the Executor's own; and what counts for a server goes with it."""
     own = MetricsCollector()
     for middlewares in ([], [MetricsMiddleware(own)]):
-        executor = Executor(registry_of({"t.echo": echo, "t.fail": fail}), middlewares=middlewares)
-        server = MCPServer(executor, transport="streamable-http", port=(port := free_port()), metrics_collector=True)
-        for life in (1, 2):
-            server.start()
-            async with Client(f"http://127.0.0.1:{port}/mcp", mode=HANDSHAKE) as client:
-                await client.call_tool("t.echo", {})
-                await client.call_tool("t.fail", {})
-            counted = samples((await get(f"http://127.0.0.1:{port}/metrics")).text)
-            server.stop()
-            server.wait()
-            assert counted["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == life
-            assert counted["apcore_module_calls_total", 'module_id="t.fail",status="error"'] == life
+        executor = Executor(registry_of({"t.echo": echo}), middlewares=middlewares)
+        for _ in range(2):
+            async with asgi_client(executor, metrics_collector=True) as client:
+                await client.post("/mcp", **call("t.echo", {}))
+                counted = samples((await client.get("/metrics")).text)
+            assert counted["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == 1
             assert executor.middlewares == middlewares
     assert samples(own.export_prometheus())["apcore_module_calls_total", 'module_id="t.echo",status="success"'] == 2
 
@@ -958,39 +806,26 @@ async def test_a_disabled_module_is_listed_and_says_what_it_is() -> None:
             assert text == ("Module is disabled: image.resize" if disabled else '{"a":1}')
 
 
-def test_a_collector_that_fails_is_an_error_without_a_reason() -> None:
-    class Broken:
-        def export_prometheus(self) -> str:
-            raise OSError("/var/lib/metrics")
-
-    with serving(registry_of(), metrics_collector=Broken()) as url:
-        response = httpx.get(f"{url}/metrics")
-        assert (response.status_code, response.text) == (500, "Internal Server Error")
-        assert httpx.get(f"{url}/health").status_code == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "GET"])
-def test_an_answer_that_is_being_read_when_the_server_ends_is_read_to_its_end(method: str) -> None:
+def test_an_answer_that_is_being_read_when_the_server_ends_is_read_to_its_end() -> None:
     """A client that takes a second for what fits into no buffer loses nothing."""
     text = "x" * 24_000_000
-    registry = Registry()
-    registry.register("big", FunctionalModule(lambda inputs, context: {"text": text}, documentation=text))
-    port = free_port()
+    registry = registry_of({"big": FunctionalModule(lambda inputs, context: {"text": text}, documentation=text)})
+    port, ended = free_port(), threading.Event()
     server = MCPServer(registry, transport="streamable-http", port=port, explorer=True, allow_execute=True)
     server.start()
-    path = "/explorer/tools/big" if method == "GET" else "/explorer/tools/big/call"
-    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-    head += "Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-        client.sendall(head.encode())
-        received = len(client.recv(65_536))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(2)]
+        for client, line in zip(clients, ("GET /explorer/tools/big", "POST /explorer/tools/big/call"), strict=True):
+            head = f"{line} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+            client.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        received = [len(client.recv(65_536)) for client in clients]
         server.stop()
-        ended = threading.Event()
         threading.Thread(target=lambda: (server.wait(), ended.set()), daemon=True).start()
-        while data := client.recv(65_536):
-            received += len(data)
-            ended.wait(0.002)  # the pace of the client
-    assert received > len(text)
+        for number, client in enumerate(clients):
+            while data := client.recv(65_536):
+                received[number] += len(data)
+                ended.wait(0.002)  # the pace of the client
+    assert min(received) > len(text)
     assert ended.wait(15)
 
 
@@ -1039,7 +874,8 @@ class Hanging:
         await asyncio.Event().wait()
 
 
-def test_middleware_that_hangs_does_not_keep_the_server_for_ever() -> None:
+def test_middleware_that_hangs_does_not_keep_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apcore_mcp.core._SHUTDOWN_SECONDS", 0.1)
     entered = threading.Event()
     port = free_port()
     middleware = [Middleware(Hanging, entered=entered)]
