@@ -253,7 +253,8 @@ MARKDOWN = "# Resize\n\nKeeps the *ratio*."
 MODULES = {
     "image.resize": {"documentation": MARKDOWN, "name": "Resize", "tags": ["public"]},
     "image.crop": {"documentation": "Cuts the edges off.", "tags": ["public"]},
-    "image.flip": {"documentation": ""},
+    "image.flip": {"documentation": "", "tags": ["public"]},
+    "image.bare": {"tags": ["public"]},
     "image.secret": {"documentation": "For the house only."},
 }
 
