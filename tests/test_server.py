@@ -49,6 +49,8 @@ from support import (
     text_of,
 )
 
+import apcore_mcp.core
+
 MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
 
@@ -218,7 +220,9 @@ REGIONAL = {
 }
 
 
-def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_let_in() -> None:
+def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Design §4: `get_tool_input_schema=`; else a gateway could route on a value that the call never had."""
     ran: list[dict[str, Any]] = []
     search = FunctionalModule(lambda inputs, context: ran.append(dict(inputs)) or {}, input_schema=REGIONAL)
@@ -229,6 +233,10 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
         ({"query": "x"}, "eu", False),
         ({"query": "x"}, None, True),
     ]
+
+    listings: list[Any] = []
+    listing = apcore_mcp.core._Bridge._listing
+    monkeypatch.setattr(apcore_mcp.core._Bridge, "_listing", lambda *given: listings.append(given) or listing(*given))
 
     async def official(url: str) -> None:
         async with Client(url, mode=MODERN, cache=None, read_timeout_seconds=30) as client:
@@ -243,6 +251,7 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
             code = answer(response).get("error", {}).get("code")
             assert (response.status_code, code) == ((200, None) if runs else (400, -32020)), (arguments, header)
             assert ran == [arguments] * runs
+        assert listings == [], "no call looks through all tools"
         _, session = handshake(client, f"{url}/mcp")  # where the header means nothing
         assert "result" in answer(client.post(f"{url}/mcp", json=message("tools/call", params), headers=session))
         asyncio.run(official(f"{url}/mcp"))
