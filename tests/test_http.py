@@ -110,8 +110,8 @@ async def test_a_websocket_is_refused() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    async with async_serve(registry_of(), explorer=True) as app:
-        for path in ("/mcp", "/explorer/"):
+    async with async_serve(registry_of(), transport="sse", explorer=True) as app:
+        for path in ("/messages/", "/explorer/"):
             scope = {"type": "websocket", "path": path, "headers": [(b"host", b"127.0.0.1")], "subprotocols": []}
             await app(scope, receive, send)
     assert sent == ["websocket.close"] * 2
@@ -465,14 +465,14 @@ async def file(path):
     while not Path(path).exists():
         await asyncio.sleep(0.01)
 
-waiting = []
+waiting = {}
 
 @tool
 async def patient(inputs, context):
     say("entered")
-    if not waiting:
-        waiting.append(asyncio.create_task(file(inputs["until"])))
-    await asyncio.shield(waiting[0])  # so that all calls are done at the same moment
+    if inputs["until"] not in waiting:
+        waiting[inputs["until"]] = asyncio.create_task(file(inputs["until"]))
+    await asyncio.shield(waiting[inputs["until"]])  # so that all calls are done at the same moment
     return {"until": inputs["until"]}
 
 @tool
@@ -550,7 +550,7 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     transport: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     """And at once then, though clients keep their streams open: the 5 seconds are for what somebody waits for."""
-    released = tmp_path / "released"
+    released, later = tmp_path / "released", tmp_path / "later"
     async with started(transport) as server, contextlib.AsyncExitStack() as stack:
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
@@ -570,7 +570,8 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
             await client.list_tools()  # or it would ask for the tool's output schema when the result comes
         until = {"until": str(released)}
         calls = [asyncio.create_task(client.call_tool("t.patient", until)) for client in connected * 5]
-        shown = asyncio.create_task(raw.post(f"{server.url}/explorer/tools/t.patient/call", json=until))
+        last = {"until": str(later)}
+        shown = asyncio.create_task(raw.post(f"{server.url}/explorer/tools/t.patient/call", json=last))
         await server.says(*["entered"] * (len(calls) + 1))
 
         server.process.send_signal(number)
@@ -589,7 +590,9 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
         released.touch()
         for answered in await asyncio.gather(*calls):
             assert answered.structured_content == until
-        assert (await shown).json() == {"result": until}
+        assert (await raw.get(f"{server.url}/health")).status_code == 503, "a call of the Explorer is waited for too"
+        later.touch()
+        assert (await shown).json() == {"result": last}
         await server.ends_in_order(seconds=4)
 
 
