@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleExample
+from apcore import ModuleAnnotations, ModuleExample
 from conftest import FunctionalModule, echo, registry_of
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -54,10 +54,9 @@ MODULES = {
 
 
 @contextlib.asynccontextmanager
-async def explorer(acl: ACL | None = None, mounted: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def explorer(mounted: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an Explorer that may execute, unless `options` say otherwise."""
-    executor = Executor(registry_of(MODULES), acl=acl)
-    async with async_serve(executor, **{"explorer": True, "allow_execute": True, **options}) as app:
+    async with async_serve(registry_of(MODULES), **{"explorer": True, "allow_execute": True, **options}) as app:
         transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             yield client
@@ -87,51 +86,37 @@ async def test_the_page_is_where_the_prefix_says(prefix: str, transport: str, mo
 @pytest.mark.requirement("FR-EXPLORER-001")
 async def test_without_explorer_nothing_of_it_is_there() -> None:
     async with explorer(explorer=False) as client:
-        assert (await client.get("/explorer/")).status_code == 404
-        assert (await client.get("/explorer/tools")).status_code == 404
-        assert (await client.post("/explorer/tools/t.ask/call", json={})).status_code == 404
+        for method, path in (("GET", ""), ("GET", "tools"), ("POST", "tools/t.ask/call")):
+            assert (await client.request(method, f"/explorer/{path}", json={})).status_code == 404
 
 
 async def test_the_server_says_what_it_is() -> None:
     options = {"name": "house", "version": "2.1", "instructions": "Knock.", "transport": "sse"}
     async with explorer(**options) as client:
-        told = (await client.get("/explorer/server")).json()
-    assert told == {**options, "endpoint": "../sse", "allowExecute": True}
+        told = {**options, "endpoint": "../sse", "allowExecute": True}
+        assert (await client.get("/explorer/server")).json() == told
 
 
-@pytest.mark.requirement("FR-EXPLORER-002")
-async def test_the_list_has_a_summary_of_every_tool() -> None:
+@pytest.mark.requirement("FR-EXPLORER-002", "FR-EXPLORER-003")
+async def test_the_list_sums_up_every_tool_and_one_is_told_in_full_under_either_spelling() -> None:
     async with explorer() as client:
-        tools = (await client.get("/explorer/tools")).json()
-    assert [tool["name"] for tool in tools] == ["image.resize", "t.ask", "t.draw", "t.fail"]
-    summary = tools[0]
+        summary, *others = (await client.get("/explorer/tools")).json()
+        tool, same = [(await client.get(f"/explorer/tools/image{dot}resize")).json() for dot in ".-"]
+    assert [summary["name"], *(other["name"] for other in others)] == ["image.resize", "t.ask", "t.draw", "t.fail"]
     assert summary["description"] == "Resize an image"
-    assert summary["annotations"] == {
-        "readOnlyHint": False, "destructiveHint": False, "idempotentHint": True, "openWorldHint": True,
-    }  # fmt: skip
+    assert summary["annotations"]["idempotentHint"] is True
     assert summary["_meta"]["apcore/requires_approval"] is True
     assert not {"inputSchema", "outputSchema"} & summary.keys()
-
-
-@pytest.mark.requirement("FR-EXPLORER-003")
-async def test_a_tool_is_found_under_either_spelling_with_all_there_is_to_know() -> None:
-    async with explorer() as client:
-        tool, same = [(await client.get(f"/explorer/tools/image{dot}resize")).json() for dot in ".-"]
     assert tool == same
-    assert tool["name"] == "image.resize"
-    assert tool["inputSchema"] == SIZE
-    assert tool["documentation"] == "# Resize"
+    assert tool.items() >= summary.items()
+    assert (tool["inputSchema"], tool["documentation"]) == (SIZE, "# Resize")
     assert [(e["title"], e["inputs"]) for e in tool["examples"]] == [("small", {"width": 9, "day": "2026-02-03"})]
 
 
-async def test_names_are_spelled_as_clients_are_told_them() -> None:
-    async with explorer(tool_names="portable") as client:
-        assert (await client.get("/explorer/tools")).json()[0]["name"] == "image-resize"
+async def test_only_what_clients_are_told_of_can_be_seen_or_run_and_is_spelled_alike() -> None:
+    async with explorer(tool_names="portable", prefix="image.") as client:
+        assert [tool["name"] for tool in (await client.get("/explorer/tools")).json()] == ["image-resize"]
         assert (await client.get("/explorer/tools/image.resize")).json()["name"] == "image-resize"
-
-
-async def test_only_listed_tools_can_be_seen_or_run() -> None:
-    async with explorer(prefix="image.") as client:
         assert (await client.get("/explorer/tools/t.fail")).status_code == 404
         assert (await client.post("/explorer/tools/t.fail/call", json={})).status_code == 404
 
@@ -139,35 +124,31 @@ async def test_only_listed_tools_can_be_seen_or_run() -> None:
 # ---- What it runs ----
 
 CRASHED = {"status": "failure", "error_type": "MODULE_EXECUTE_ERROR", "error_message": "Internal error occurred"}
+WRONG = "Input validation failed:\n- width: 'wide' is not of type 'integer' (type)"
+NO_OBJECT = {"error": "Request body must be a JSON object: the tool's arguments"}
 DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
 @pytest.mark.parametrize(
-    ("name", "body", "status", "answer"),
+    ("name", "body", "status", "told"),
     [
-        pytest.param("image.resize", {"width": 800}, 200, {"result": {"width": 800}}, id="result"),
-        pytest.param("t.draw", {}, 200, {"result": {"n": 1}, "content": DRAWN}, id="image"),
-        pytest.param("t.ask", {}, 200, {"result": {"answer": None}}, id="nobody-can-be-asked"),
-        pytest.param("foo", {}, 404, {"error": "Tool 'foo' not found"}, id="unknown"),
-        pytest.param("t.fail", {}, 500, {"error": "Internal error occurred", **CRASHED}, id="failure"),
+        pytest.param("image.resize", b'{"width": 800}', 200, {"result": {"width": 800}}, id="result"),
+        pytest.param("t.draw", b"{}", 200, {"result": {"n": 1}, "content": DRAWN}, id="image"),
+        pytest.param("t.ask", b"{}", 200, {"result": {"answer": None}}, id="nobody-can-be-asked"),
+        pytest.param("foo", b"{}", 404, {"error": "Tool 'foo' not found"}, id="unknown"),
+        pytest.param("t.fail", b"{}", 500, {"error": "Internal error occurred", **CRASHED}, id="failure"),
+        pytest.param("image.resize", b'{"width": "wide"}', 400, {"error": WRONG, "user_fixable": True}, id="wrong"),
+        *(pytest.param("t.ask", body, 400, NO_OBJECT, id=f"{body}") for body in (b"", b"[]", b'{"a": NaN}', b"\xff")),
     ],
 )
-async def test_a_call_is_answered_in_json(name: str, body: Any, status: int, answer: Any) -> None:
+async def test_a_call_is_answered_in_json(name: str, body: bytes, status: int, told: dict[str, Any]) -> None:
     """The result is JSON whatever an output formatter makes of the text that clients get."""
     async with explorer(output_formatter=lambda value: "a text") as client:
-        response = await client.post(f"/explorer/tools/{name}/call", json=body)
-    assert (response.status_code, response.json()) == (status, answer)
-
-
-async def test_wrong_input_is_told_with_its_field() -> None:
-    async with explorer() as client:
-        response = await client.post("/explorer/tools/image.resize/call", json={"width": "wide"})
-    told = response.json()
-    assert response.status_code == 400
-    assert told["error"].startswith("Input validation failed:\n- width: ")
-    assert told["error_type"] == "SCHEMA_VALIDATION_ERROR"
-    assert [error["field"] for error in told["error_details"]["errors"]] == ["width"]
+        response = await client.post(f"/explorer/tools/{name}/call", content=body, headers=JSON)
+    answer = response.json()
+    assert (response.status_code, {key: answer[key] for key in told}) == (status, told)
+    assert ("content" in answer) == (name == "t.draw")
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
@@ -179,35 +160,10 @@ async def test_execution_is_off_unless_allowed() -> None:
             assert (response.status_code, response.json()) == (403, {"error": "Tool execution is disabled"})
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"acl": ACL([ACLRule(callers=["*"], targets=["*"], effect="deny")])}, "Access denied"),
-        ({"approval": "require"}, "Approval was denied"),
-    ],
-)
-async def test_a_call_goes_through_the_whole_executor(options: dict[str, Any], told: str) -> None:
-    async with explorer(**options) as client:
+async def test_a_call_waits_for_approval_like_any_other() -> None:
+    async with explorer(approval="require") as client:
         response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
-    assert (response.status_code, response.json()["error"]) == (500, told)
-
-
-async def test_a_body_that_is_no_object_is_told_so() -> None:
-    error = {"error": "Request body must be a JSON object: the tool's arguments"}
-    async with explorer() as client:
-        for body in (b"", b"[]", b"{", b'{"a": NaN}', b"\xff"):
-            response = await client.post("/explorer/tools/t.ask/call", content=body, headers=JSON)
-            assert (response.status_code, response.json()) == (400, error), body
-
-
-async def test_a_body_over_four_mebibytes_is_refused() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b'{"a": "'
-        for _ in range(5):
-            yield b"a" * 1024 * 1024
-
-    async with explorer() as client:
-        assert (await client.post("/explorer/tools/t.ask/call", content=chunks(), headers=JSON)).status_code == 413
+    assert (response.status_code, response.json()["error"]) == (500, "Approval was denied")
 
 
 # ---- Who may use it ----
@@ -228,23 +184,18 @@ async def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame
 
 
 async def test_no_answer_is_cached_sniffed_or_read_by_another_site() -> None:
+    wanted = {"cache-control": "no-store", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    wanted |= {"cross-origin-resource-policy": "same-origin"}
     async with explorer() as client:
         for path in ("", "server", "tools", "tools/t.ask", "tools/none"):
-            headers = (await client.get(f"/explorer/{path}")).headers
-            assert headers["cache-control"] == "no-store", path
-            assert headers["x-content-type-options"] == "nosniff"
-            assert headers["cross-origin-resource-policy"] == "same-origin"
-            assert headers["referrer-policy"] == "no-referrer"
+            assert (await client.get(f"/explorer/{path}")).headers.items() >= wanted.items(), path
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         (JSON | {"Origin": "http://evil.example"}, 403),
-        (JSON | {"Origin": "http://127.0.0.1:1"}, 403),
-        (JSON | {"Origin": "null"}, 403),
         (JSON | {"Host": "evil.example"}, 421),
     ],
 )
@@ -257,18 +208,8 @@ async def test_no_other_site_can_run_a_tool(headers: dict[str, str], status: int
     assert ran == [{}]
 
 
-# ---- What is refused at the start ----
-
-
 @pytest.mark.requirement("FR-EXPLORER-006")
-@pytest.mark.parametrize(
-    ("prefix", "told"),
-    [
-        *[(prefix, "must be a path such as '/explorer'") for prefix in ("explorer", "/", "/{name}", "/a/../mcp")],
-        *[(prefix, "and none of /mcp, /sse, /messages, /health, /metrics") for prefix in ("/messages/x", "/mcp/")],
-        ("", "must not be empty"),
-    ],
-)
-def test_a_prefix_that_is_no_path_of_its_own_is_refused(prefix: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"^explorer_prefix .*{told}"):
+@pytest.mark.parametrize("prefix", ["explorer", "/", "/{name}", "/messages/x", ""])
+def test_a_prefix_that_is_no_path_of_its_own_is_refused_at_the_start(prefix: str) -> None:
+    with pytest.raises(ValueError, match="explorer_prefix must"):
         serve(registry_of(), transport="streamable-http", explorer=True, explorer_prefix=prefix)

@@ -91,7 +91,7 @@ MODULES = {
         echo, stream=pieces, description="Looks only", annotations=ModuleAnnotations(readonly=True, streaming=True)
     ),
     "shop.files": gives(FILES, output_schema=SHOWN),
-    "shop.big": gives({"rows": list(range(10_000)), "id": 2**60 + 1}),
+    "shop.big": gives({"rows": list(range(10_000)), "id": 2**60 + 1, "text": "one\ntwo\n\tthree", "short": 'say "x"'}),
 }
 
 problems: list[str] = []
@@ -226,139 +226,103 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
-def test_greets_with_what_the_server_is_and_how_to_connect(page: Page) -> None:
+DIRECT_CALL = """() => {
+    const headers = { "Content-Type": "application/json" };
+    return fetch("tools/shop.look/call", { method: "POST", headers, body: "{}" }).then((response) => response.status);
+}"""
+
+
+def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is_there(page: Page) -> None:
     options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
-    with serving(registry_of({"a.b": echo}), explorer=True, **options) as url:
+    with serving(registry_of(MODULES), explorer=True, **options) as url:
         page.set_viewport_size(PHONE)
         page.goto(f"{url}/a/b/")
         greeting = page.get_by_role("main")
         expect(greeting.get_by_role("heading", level=2)).to_have_text("House")
-        expect(greeting).to_contain_text("version 2.1 · 1 tool · streamable HTTP")
-        expect(greeting).to_contain_text("Choose its tool to see what it takes and gives. Running tools is switched")
+        expect(greeting).to_contain_text("version 2.1 · 5 tools · streamable HTTP")
         expect(greeting.get_by_text(f"{url}/mcp", exact=True)).to_be_visible()
-        expect(page.get_by_role("alert")).to_have_count(0)
         greeting.get_by_text("As JSON").click()
         entry = {"mcpServers": {"House": {"type": "http", "url": f"{url}/mcp"}}}
         assert json.loads(greeting.locator("pre").first.inner_text()) == entry
         greeting.get_by_text("What an agent is told").click()
         expect(greeting).to_contain_text("Knock." + EVIL)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        page.get_by_role("link", name="a.b").click()
-        expect(greeting.get_by_role("heading", level=2)).to_have_text("a.b")
+        page.set_viewport_size(WIDE)
+        page.get_by_role("link", name="shop.order").click()
+        expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
+        expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
+        page.get_by_label("customer").fill("Ann")
+        page.keyboard.press("Control+Enter")
+        assert arguments(page)["customer"] == "Ann"
+        assert page.evaluate(DIRECT_CALL) == 403
 
 
-def test_without_a_tool_it_says_what_to_do(page: Page) -> None:
-    with serving(registry_of(), explorer=True, transport="sse") as url:
+def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
+    registry = registry_of()
+    with serving(registry, explorer=True, transport="sse") as url:
         page.goto(f"{url}/explorer/")
         expect(page.get_by_role("main")).to_contain_text("0 tools · SSE (deprecated)")
         expect(page.get_by_role("main")).to_contain_text("It lists no tools. Register modules")
         expect(page.get_by_text(f"{url}/sse", exact=True)).to_be_visible()
-
-
-def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
-    registry = registry_of({"a.b": echo})
-    with serving(registry, explorer=True) as url:
-        page.goto(f"{url}/explorer/#not.there")
-        expect(page.get_by_role("alert")).to_have_text("Tool 'not.there' not found")
-        for name in ("..", "."):
+        for name in ("not.there", ".."):
             page.evaluate("name => { location.hash = name; }", name)
             expect(page.get_by_role("alert")).to_have_text(f"Tool '{name}' not found")
-        page.go_back()
         page.go_back()
         registry.register("not.there", FunctionalModule(echo))
         page.get_by_role("button", name="Refresh").click()
         expect(page.get_by_role("heading", name="not.there")).to_be_visible()
         page.goto(f"{url}/explorer/#")
-        expect(page.get_by_text("Choose one of its 2 tools")).to_be_visible()
-    page.get_by_role("link", name="a.b").click()
+    page.get_by_role("link", name="not.there").click()
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
     expect(page.get_by_text("The tools cannot be loaded. The server cannot be reached")).to_be_visible()
 
 
-def test_behind_a_proxy_that_strips_a_prefix_the_address_has_it(page: Page, url: str) -> None:
-    def forward(route: Route) -> None:
-        route.fulfill(response=route.fetch(url=route.request.url.replace(f"{url}/tools/", f"{url}/", 1)))
-
-    page.route(f"{url}/tools/**", forward)
-    page.goto(f"{url}/tools/explorer/")
-    expect(page.get_by_text(f"{url}/tools/mcp", exact=True)).to_be_visible()
-
-
-def test_what_another_server_in_between_answers_is_told(page: Page, url: str) -> None:
-    opened(page, url, "shop.look")
-    page.route(f"{url}/explorer/**", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
-    expect(run(page)).to_contain_text("a token, please")
-    page.get_by_role("button", name="Refresh").click()
-    expect(page.get_by_role("navigation").get_by_role("status")).to_contain_text("a token, please")
-    page.evaluate("location.hash = 'shop.order'")
-    expect(page.get_by_role("alert")).to_contain_text("a token, please")
-
-
-def act(group: str, number: int) -> FunctionalModule:
-    return FunctionalModule(
-        echo,
-        description=f"Does number {number} of {group}",
-        tags=["write" if number % 2 else "read"],
-        metadata={"display": {"mcp": {}}},
-        name=f"Work {(7 * number) % 10}",
-    )
-
-
 @pytest.fixture(scope="module")
 def many() -> Iterator[str]:
     """The page of eighty tools in eight groups; their titles are in another order than their ids."""
+
+    def act(number: int) -> FunctionalModule:
+        described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
+        return FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
+
     groups = "billing crm files mail orders reports search users".split()
-    modules = {f"{group}.act_{number}": act(group, number) for group in groups for number in range(10)}
+    modules = {f"{group}.act_{number}": act(number) for group in groups for number in range(10)}
     with serving(registry_of(modules), explorer=True) as url:
         yield f"{url}/explorer/"
 
 
 def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(page: Page, many: str) -> None:
     page.goto(many)
-    tools = page.get_by_role("navigation", name="Tools")
-    groups = tools.locator("details:has(a) > summary")
+    tools, search = page.get_by_role("navigation", name="Tools"), page.get_by_label("Search tools")
+    links, groups = tools.get_by_role("link"), tools.locator("details:has(a) > summary")
     expect(groups).to_have_count(8)
     labels = [label.split()[0] for label in groups.all_inner_texts()]
     assert labels == sorted(labels)
-    assert page.locator("#list").evaluate("list => list.scrollHeight") < 1000, "the groups can be seen at a glance"
-    groups.filter(has_text="crm").click()
-    expect(tools.get_by_role("link").first).to_be_visible()
-    assert tools.get_by_role("link").locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
-    page.get_by_role("button", name="Refresh").click()
-    expect(tools.get_by_role("link")).to_have_count(10)
-    groups.filter(has_text="crm").click()
-    expect(tools.get_by_role("link")).to_have_count(0)
-    page.get_by_label("Search tools").fill("act_3")
-    expect(tools.get_by_role("link")).to_have_count(8)
-    page.get_by_label("Search tools").fill("")
-    expect(tools.get_by_role("link")).to_have_count(0)
-    page.goto(f"{many}#mail.act_4")
-    expect(tools.get_by_role("link")).to_have_count(10)
-    page.get_by_label("Tag").select_option("read")
-    expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
-    page.get_by_label("Search tools").fill("mail")
-    expect(tools.get_by_role("link")).to_have_count(5)
-    page.get_by_role("button", name="Refresh").click()
-    expect(tools.get_by_role("status")).to_have_text("5 of 80 tools")
-    expect(page.get_by_label("Tag")).to_have_value("read")
-
-
-def test_closed_groups_are_reached_by_arrows(page: Page, many: str) -> None:
-    page.goto(many)
-    groups = page.locator("#list summary")
-    expect(groups).to_have_count(8)
-    page.get_by_label("Search tools").press("ArrowDown")
+    search.press("ArrowDown")
     expect(groups.nth(0)).to_be_focused()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    expect(groups.nth(1)).to_be_focused()
+    assert links.locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
     page.keyboard.press("ArrowDown")
     expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
     page.keyboard.press("ArrowUp")
-    expect(groups.nth(0)).to_be_focused()
-    page.keyboard.press("ArrowUp")
-    expect(page.get_by_label("Search tools")).to_be_focused()
+    page.get_by_role("button", name="Refresh").click()
+    expect(links).to_have_count(10)
+    groups.filter(has_text="crm").click()
+    expect(links).to_have_count(0)
+    search.fill("act_3")
+    expect(links).to_have_count(8)
+    search.fill("")
+    expect(links).to_have_count(0)
+    page.goto(f"{many}#mail.act_4")
+    expect(links).to_have_count(10)
+    page.get_by_label("Tag").select_option("read")
+    expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
+    search.fill("mail")
+    expect(links).to_have_count(5)
+    page.get_by_role("button", name="Refresh").click()
+    expect(tools.get_by_role("status")).to_have_text("5 of 80 tools")
 
 
 # ---- The form ----
@@ -404,18 +368,15 @@ def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str)
 
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
     opened(page, url, "shop.order")
-    box, form = page.get_by_label("Arguments as JSON"), page.get_by_role("form", name="Arguments")
+    box = page.get_by_label("Arguments as JSON")
     for text, told in (('{"customer": "Bo"', "no JSON.+position 17"), ("[1]", "an object"), ("", "an object")):
         write_json(page, text)
-        expect(form).to_be_hidden()
-        expect(box).to_be_focused()
+        expect(page.get_by_role("form", name="Arguments")).to_be_hidden()
         expect(box).to_have_value(text)
-        expect(box).to_have_attribute("aria-invalid", "true")
         expect(box).to_have_accessible_description(re.compile(told))
     refused(page)
     expect(box).to_be_focused()
     write_json(page, '{"customer": "Bo", "address": {"city": "Ulm"}}')
-    expect(page.get_by_label("customer")).to_have_value("Bo")
     expect(box).to_be_hidden()
     expect(run(page)).to_contain_text('customer: "Bo"')
 
@@ -428,38 +389,32 @@ def test_half_written_json_is_never_run_as_something_else(show: Show) -> None:
     refused(page)
     expect(page.get_by_label("any")).to_be_focused()
     expect(page.get_by_label("any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
-    page.get_by_label("n integer").fill("6")
     page.get_by_text("curl", exact=True).click()
     expect(page.get_by_text("curl -sS")).to_have_count(0)
     page.get_by_label("any").fill('{"a": 1}')
-    assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 6}
+    assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 4}
     expect(page.get_by_text("curl -sS")).to_be_visible()
 
 
-def test_errors_stand_at_their_fields(page: Page, url: str) -> None:
-    opened(page, url, "shop.order")
-    page.get_by_label("count").fill("ten")
+def test_errors_stand_at_their_fields_however_these_are_called(show: Show) -> None:
+    group = {**objects("c.d", **{"c.d": INTEGER}), "description": "Where to"}
+    page = show(objects("customer a.b", customer=STRING, count=INTEGER, city=STRING, **{"a.b": group}))
+    customer, count, dotted = (page.get_by_label(label) for label in ("customer", "count", "c.d"))
+    expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
+    count.fill("ten")
     page.get_by_label("city").fill("Ulm")
     expect(run(page)).to_contain_text("Input validation failed:")
-    customer, count = page.get_by_label("customer"), page.get_by_label("count")
-    expect(count).to_have_attribute("aria-invalid", "true")
     expect(count).to_have_accessible_description(re.compile("integer"))
-    expect(page.get_by_label("city")).not_to_have_attribute("aria-invalid", "true")
+    for field in (customer, count, dotted):
+        expect(field).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("[aria-invalid=true]")).to_have_count(3)
     expect(customer).to_be_focused()
     count.fill("2")
     expect(count).not_to_have_attribute("aria-invalid", "true")
     customer.fill("Ann")
+    dotted.fill("4")
     expect(run(page)).to_contain_text("count: 2")
     expect(page.locator("[aria-invalid=true]")).to_have_count(0)
-
-
-def test_an_error_stands_at_its_field_however_that_is_called(show: Show) -> None:
-    group = {**objects("c.d", **{"c.d": INTEGER}), "description": "Where to"}
-    page = show(objects("a.b", **{"a.b": group}))
-    expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
-    expect(run(page)).to_contain_text("Input validation failed:")
-    expect(page.get_by_label("c.d")).to_have_attribute("aria-invalid", "true")
-    expect(page.get_by_label("c.d")).to_be_focused()
 
 
 def test_examples_fill_the_form_and_documentation_is_shown(show: Show) -> None:
@@ -520,28 +475,24 @@ def test_a_null_stays_null_until_somebody_edits_it(show: Show) -> None:
     def or_null(*kinds: Any, **rest: Any) -> dict[str, Any]:
         return {"anyOf": [*kinds, {"type": "null"}], **rest}
 
-    integers = {"type": "array", "items": INTEGER}
     schema = objects(
-        "must object either both",
-        list=or_null(integers, default=[1]),
-        must=or_null(integers),
+        "must object either",
+        must=or_null({"type": "array", "items": INTEGER}),
         object=or_null({"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}),
         either={"oneOf": [{"const": "x"}, INTEGER, {"type": "null"}]},
-        both=or_null({"const": "x"}),
         map=or_null({"type": "object", "additionalProperties": INTEGER}),
         number=or_null(NUMBER, default=1),
         other=STRING,
     )
-    given = dict.fromkeys(("list", "must", "object", "either", "both", "map", "number"))
     page = show(schema)
-    assert arguments(page) == {"list": [1], "must": [], "object": {"a": 7}, "either": "x", "both": "x", "number": 1}
+    assert arguments(page) == {"must": [], "object": {"a": 7}, "either": "x", "number": 1}
+    given = dict.fromkeys(("must", "object", "either", "map", "number"))
     write_json(page, json.dumps(given))
     assert json.loads(sent(page)) == given
-    page.get_by_label("other").fill("text")
-    assert json.loads(sent(page)) == {**given, "other": "text"}
     expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
     notes = page.get_by_role("form", name="Arguments").get_by_text(re.compile("null"))
-    expect(notes.locator("visible=true")).to_have_count(7)
+    expect(notes.locator("visible=true")).to_have_count(5)
+    page.get_by_label("other").fill("text")
     page.get_by_role("button", name="Add to must").click()
     page.get_by_role("textbox", name="must 1").fill("5")
     page.get_by_label("number").fill("2")
@@ -571,30 +522,22 @@ def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(show: Show) -> None:
     assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
 
 
-def test_what_is_left_out_is_shown_as_left_out(show: Show) -> None:
+def test_what_is_left_out_and_what_the_form_does_not_know_is_shown_as_such(show: Show) -> None:
+    inner = {**objects(a=STRING), "additionalProperties": False}
     branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
     union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
-    page = show(objects("pick list", pick=union, list={"type": "array", "items": {}}))
+    page = show(objects("pick list", pick=union, list={"type": "array", "items": {}}, **{"in": inner}))
+    form = page.get_by_role("form", name="Arguments")
     assert arguments(page) == {"pick": {"n": 7}, "list": []}
-    write_json(page, "{}")
+    write_json(page, '{"other": [2], "in": {"a": "x", "b": 3}}')
     expect(page.get_by_label("n integer")).to_have_value("")
     expect(page.get_by_text("Until this is edited it is left out").locator("visible=true")).to_have_count(2)
-    assert json.loads(sent(page)) == {}
-    page.get_by_label("n integer").fill("1")
-    assert json.loads(sent(page)) == {"pick": {"n": 1}}
-
-
-def test_what_the_form_does_not_know_is_shown_as_well(show: Show) -> None:
-    inner = {**objects(a=STRING), "additionalProperties": False}
-    page = show(objects(n=INTEGER, **{"in": inner}))
-    form = page.get_by_role("form", name="Arguments")
-    expect(form.get_by_label("Name")).to_have_count(0)
-    write_json(page, '{"n": 1, "other": [2], "in": {"a": "x", "b": 3}}')
     expect(form.get_by_role("textbox", name="other")).to_have_value("[\n  2\n]")
-    expect(form.get_by_label("b any")).to_have_value("3")
     form.get_by_label("b any").fill("4")
     form.get_by_role("button", name="Remove other").click()
-    assert json.loads(sent(page)) == {"n": 1, "in": {"a": "x", "b": 4}}
+    assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}}
+    page.get_by_label("n integer").fill("1")
+    assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}, "pick": {"n": 1}}
 
 
 def test_every_entry_of_a_map_is_data(show: Show) -> None:
@@ -610,63 +553,21 @@ def test_every_entry_of_a_map_is_data(show: Show) -> None:
     expect(refused(page)).to_contain_text("constructor")
 
 
-def test_properties_are_data_whatever_they_are_called(show: Show) -> None:
-    first, third = objects("", "First", constructor=INTEGER), objects("constructor", "Third", b=INTEGER)
-    second = {**objects("a", "Second", a=STRING), "additionalProperties": False}
-    hidden = {"allOf": [{"properties": {"__proto__": INTEGER, "x": INTEGER}}]}
-    page = show(objects(pick={"anyOf": [third, second, first]}, all={"type": "object", **hidden}))
-    kind = page.get_by_label("Kind of pick").locator("option:checked")
-    write_json(page, '{"pick": {"a": "z"}, "all": {"__proto__": 1}}')
-    expect(kind).to_have_text("Second")
-    expect(page.get_by_label("__proto__")).to_have_value("1")
-    page.get_by_label("__proto__").fill("2")
-    page.get_by_label("x integer").fill("3")
-    assert arguments(page) == {"pick": {"a": "z"}, "all": {"__proto__": 2, "x": 3}}
-    write_json(page, '{"pick": {"b": 1}}')
-    expect(kind).to_have_text("First")
-
-
 def test_numbers_keep_all_their_digits(show: Show) -> None:
     big = 2**60 + 1
-    properties = {
-        "either": {"type": ["string", "integer"], "default": big},
-        "limited": {"type": "integer", "maximum": big},
-        "only": {"anyOf": [{"const": big}, STRING]},
-    }
-    page = show(objects(n=NUMBER, m=NUMBER, **properties))
+    page = show(objects(n=NUMBER, m=NUMBER, limited={"type": "integer", "maximum": big, "default": big}))
     expect(page.get_by_text(f"≤ {big}")).to_be_visible()
     page.get_by_label("n number").fill("1e400")
     page.get_by_label("m number").fill("0.12345678901234567890")
-    assert sent(page).split() == f'{{ "n": 1e400, "m": 0.12345678901234567890, "either": {big} }}'.split()
+    assert sent(page).split() == f'{{ "n": 1e400, "m": 0.12345678901234567890, "limited": {big} }}'.split()
 
 
-CASH = objects("amount", "Cash", amount=INTEGER)
-CHEQUE = objects("number", "Cheque", number=STRING)
-EITHER = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
-
-
-@pytest.mark.parametrize(
-    ("schema", "control", "given", "field", "expected"),
-    [
-        ({"oneOf": [CASH, CHEQUE]}, "Kind of arguments", {"number": "4"}, "number string", {"number": "55"}),
-        ({}, "Add an entry", {"xa": 1}, "xa any", {"xa": 55}),
-        ({"patternProperties": {"^x": INTEGER}}, "Add an entry", {"xa": 1}, "xa any", {"xa": 55}),
-        (EITHER, "Add an entry", {"a": 1}, "a any", {"a": 55}),
-        ({**EITHER, "properties": {"a": INTEGER}}, "a integer", {"a": 1}, "a integer", {"a": 55}),
-    ],
-    ids=["one-of", "open", "pattern", "one-is-required", "one-of-the-named-is-required"],
-)
-def test_a_tool_that_takes_arguments_has_a_form(
-    show: Show, schema: Any, control: str, given: Any, field: str, expected: Any
-) -> None:
-    page = show({"type": "object", **schema})
-    expect(page.get_by_text("takes no arguments")).to_have_count(0)
-    has_kinds = schema in (EITHER, {"oneOf": [CASH, CHEQUE]})
-    expect(page.get_by_label("Kind of arguments")).to_have_count(int(has_kinds))
-    expect(page.get_by_label(control).or_(page.get_by_role("button", name=control))).to_be_visible()
-    write_json(page, json.dumps(given))
-    page.get_by_label(field).fill("55")
-    assert json.loads(sent(page)) == expected
+def test_a_tool_that_names_no_arguments_takes_any(show: Show) -> None:
+    page = show({"type": "object"})
+    expect(page.get_by_role("button", name="Add an entry")).to_be_visible()
+    write_json(page, '{"a": 1}')
+    page.get_by_label("a any").fill("55")
+    assert json.loads(sent(page)) == {"a": 55}
 
 
 def test_a_tool_without_arguments_says_so(show: Show) -> None:
@@ -677,32 +578,23 @@ def test_a_tool_without_arguments_says_so(show: Show) -> None:
 
 def test_choices_that_read_alike_are_told_apart(show: Show) -> None:
     choices = [1, "1", True, "true", "", {"a": 1}]
-    size = {"type": ["string", "integer"], "title": "Size", "description": "How large", "default": 3}
-    page = show(objects(mixed={"enum": choices}, size=size, none={"anyOf": [{"type": "null"}]}))
+    page = show(objects(mixed={"enum": choices}, size={"type": ["string", "integer"], "default": 3}))
     mixed = page.get_by_label(re.compile("^mixed"))
     assert mixed.locator("option").all_inner_texts()[1:] == ["1", '"1"', "true", '"true"', '""', '{"a":1}']
-    assert page.get_by_label("Kind of size").locator("option").all_inner_texts() == ["string", "integer"]
-    expect(page.get_by_text("How large", exact=True)).to_have_count(1)
     page.get_by_label("Kind of size").select_option("string")
     assert arguments(page) == {}, "a default belongs to the whole, not to each kind"
-    write_json(page, '{"size": 4, "none": null}')
-    expect(page.get_by_label("none")).to_be_visible()
     for choice in choices:
         mixed.select_option(json.dumps(choice, separators=(",", ":")))
-        assert arguments(page) == {"mixed": choice, "size": 4, "none": None}
-        assert type(arguments(page)["mixed"]) is type(choice)
+        assert (arguments(page), type(arguments(page)["mixed"])) == ({"mixed": choice}, type(choice))
 
 
+CASH = objects("amount", "Cash", amount=INTEGER)
+CHEQUE = objects("number", "Cheque", number=STRING)
 WITH_X = {"properties": {"x": INTEGER}}
+BOTH = [{**WITH_X, "oneOf": [CASH, CHEQUE]}, {"allOf": [WITH_X, {"anyOf": [CASH, CHEQUE]}]}]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        pytest.param({**WITH_X, "oneOf": [CASH, CHEQUE]}, id="beside"),
-        pytest.param({"allOf": [WITH_X, {"anyOf": [CASH, CHEQUE]}]}, id="all-of"),
-    ],
-)
+@pytest.mark.parametrize("schema", BOTH, ids=["beside", "all-of"])
 def test_what_all_kinds_have_stands_in_each(show: Show, schema: dict[str, Any]) -> None:
     page = show({"type": "object", **schema})
     page.get_by_label("Kind of arguments").select_option("Cheque")
@@ -764,21 +656,15 @@ def test_pictures_sound_and_files_are_shown_as_themselves(page: Page, url: str) 
         link.evaluate("link => { location.href = link.href; }")
 
 
-def test_a_large_result_opens_piece_by_piece(page: Page, url: str) -> None:
+def test_a_large_result_opens_piece_by_piece_and_a_text_is_shown_in_its_lines(page: Page, url: str) -> None:
     opened(page, url, "shop.big")
     result = run(page)
     expect(result).to_contain_text("id: 1152921504606846977")
+    expect(result).to_contain_text('short: "say \\"x\\""')
+    assert "one\ntwo\n\tthree" in result.inner_text()
     expect(result.get_by_text("9999: 9999")).to_have_count(0)
     result.get_by_text("9900 … 9999").click()
     expect(result.get_by_text("9999: 9999")).to_be_visible()
-
-
-def test_a_result_of_several_lines_is_shown_in_lines(show: Show) -> None:
-    page = show(NOTHING, lambda inputs, context: {"text": "one\ntwo\n\tthree", "short": 'say "x"'})
-    result = run(page)
-    expect(result).to_contain_text('short: "say \\"x\\""')
-    assert "one\ntwo\n\tthree" in result.inner_text()
-    assert "\\n" not in result.inner_text()
 
 
 def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry) -> None:
@@ -796,21 +682,22 @@ def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry
     expect(run(page)).to_contain_text("{0}")
     page.get_by_role("link", name="t.one").click()
     expect(page.get_by_role("heading", level=2, name="t.one")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(result).to_contain_text("The call was cancelled. What the tool has begun may go on to its end.")
+    expect(run(page)).to_contain_text("Running…")
     registry.unregister("t.one")
     registry.register("t.one", FunctionalModule(wait, description="Another"))
     refresh(page)
     expect(result).to_contain_text("Running…")
-    page.keyboard.press("Escape")
-    expect(result).to_contain_text("The call was cancelled. What the tool has begun may go on to its end.")
-    expect(button).to_be_enabled()
+    page.get_by_role("button", name="Cancel").click()
+    expect(result).to_contain_text("The call was cancelled.")
     end.set()
     expect(run(page)).to_contain_text("ended: true")
 
 
 def test_what_may_destroy_is_asked_about_first(page: Page, url: str) -> None:
     opened(page, url, "shop.look")
-    page.get_by_role("link", name="shop.remove").click()
-    expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
+    opened(page, url, "shop.remove")
     button, question = page.get_by_role("button", name="Run", exact=True), page.get_by_role("dialog")
     button.click()
     expect(question).to_contain_text("may destroy data")
@@ -818,7 +705,6 @@ def test_what_may_destroy_is_asked_about_first(page: Page, url: str) -> None:
     page.keyboard.press("Escape")
     expect(question).to_be_hidden()
     button.click()
-    expect(question).to_be_visible()
     page.go_back()
     expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
     expect(question).to_be_hidden()
@@ -829,23 +715,6 @@ def test_what_may_destroy_is_asked_about_first(page: Page, url: str) -> None:
     question.get_by_role("button", name="Run it").click()
     expect(page.get_by_text("Done")).to_be_visible()
     assert len(posted) == 1
-
-
-DIRECT_CALL = """() => {
-    const headers = { "Content-Type": "application/json" };
-    return fetch("tools/shop.look/call", { method: "POST", headers, body: "{}" }).then((response) => response.status);
-}"""
-
-
-def test_without_execution_all_but_running_is_there(page: Page) -> None:
-    with serving(registry_of(MODULES), explorer=True) as url:
-        opened(page, url, "shop.order")
-        expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
-        expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
-        page.get_by_label("customer").fill("Ann")
-        page.keyboard.press("Control+Enter")
-        assert arguments(page)["customer"] == "Ann"
-        assert page.evaluate(DIRECT_CALL) == 403
 
 
 AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
@@ -860,9 +729,8 @@ def in_a_shell(command: str, **environment: str) -> Any:
 
 
 @needs_curl
-@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-def test_the_curl_that_is_copied_runs_in_a_shell(page: Page, transport: str) -> None:
-    with serving(registry_of(MODULES), explorer=True, allow_execute=True, transport=transport) as url:
+def test_the_curl_that_is_copied_runs_in_a_shell(page: Page) -> None:
+    with serving(registry_of(MODULES), explorer=True, allow_execute=True, transport="sse") as url:
         opened(page, url, "shop.order")
         page.get_by_label("customer").fill(AWKWARD)
         page.get_by_label("city").fill("Ulm")
@@ -881,7 +749,7 @@ def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> No
     place = objects(city=carried("City"), plain=STRING)
     names = {name: carried(name.title()) for name in ("note", "empty", "odd")}
     page = show(objects(count=carried("Count", "integer"), on=carried("On", "boolean"), place=place, **names))
-    given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln"}}
+    given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln", "plain": AWKWARD}}
     given |= {"note": "a\nb", "empty": "", "odd": "=?base64?x?="}
     write_json(page, json.dumps(given))
     page.get_by_text("curl", exact=True).click()
@@ -935,6 +803,8 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None
         assert TOKEN not in kept
         page.reload()
         expect(run(page)).to_contain_text("caller: null")
+        page.route("**/call", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
+        expect(run(page)).to_contain_text("a token, please")
         field.fill("täken\u2603")
         field.press("Enter")
         expect(page.get_by_role("status").first).to_contain_text("Authorization")
