@@ -76,7 +76,7 @@ from support import (
 )
 
 import apcore_mcp
-from apcore_mcp import MCP_PROGRESS_KEY, MCPServer, async_serve, from_openai_call, serve, to_openai_tools
+from apcore_mcp import MCPServer, async_serve, from_openai_call, serve, to_openai_tools
 from apcore_mcp.__main__ import main
 
 # ---- Servers ----
@@ -140,35 +140,13 @@ def test_servers_that_end_in_the_middle_of_things_leave_nothing(recwarn: pytest.
     assert [warned for warned in recwarn if "unclosed" in str(warned.message)] == []
 
 
-async def test_a_call_that_has_ended_leaves_nothing_to_the_garbage_collector(mode: str) -> None:
-    """Or each would bring the next collection nearer, which goes through all that the process holds."""
-    held: list[weakref.ref[Any]] = []
-
-    async def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        held.append(weakref.ref(context.data[MCP_PROGRESS_KEY]))
-        return {}
-
-    async with connect({"note": note}, mode=mode) as client:
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(5):
-                await client.call_tool("note")
-            assert [reference() for reference in held[:4]] == [None] * 4
-        finally:
-            gc.enable()
-
-
 @pytest.mark.requirement("FR-CLI-002", "FR-CLI-004", "FR-CLI-008")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no"),
-        (["--extensions-dir", ""], "extensions directory does not exist: "),
         (["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f"),
         (["--port", "0"], "port must be between 1 and 65535"),
-        (["--port", "70000"], "port must be between 1 and 65535"),
-        (["--name", ""], "server name must not be empty"),
         (["--name", "n" * 256], "name must not exceed 255 characters"),
         (["--export", "client", "--prefix", ""], "prefix must not be empty"),
         (["--timeout", "nan"], "timeout must be a number of seconds, 0 for no limit; got nan"),
@@ -179,14 +157,13 @@ def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "f").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "ran.py").write_text("open(__file__[:-3], 'w')")
+    (tmp_path / "ran.py").write_text("open(__file__[:-3], 'w')")
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    status = main(["--extensions-dir", str(tmp_path / "empty"), "--transport", "streamable-http", *arguments])
+    status = main(["--extensions-dir", str(tmp_path), "--transport", "streamable-http", *arguments])
     printed = capsys.readouterr()
     assert (status, printed.out) == (1, "")
     assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
-    assert not (tmp_path / "empty" / "ran").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.requirement("FR-CLI-003", "FR-CLI-008")
@@ -197,7 +174,6 @@ def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
         (["--extensions-dir", ".", "--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--extensions-dir", ".", "--transport", "websocket"], "invalid choice: 'websocket'"),
         (["--extensions-dir", ".", "--port", "abc"], "invalid int value: 'abc'"),
-        (["--extensions-dir", ".", "--export", "xml"], "invalid choice: 'xml'"),
     ],
     ids=str,
 )
@@ -207,8 +183,7 @@ def test_arguments_that_cannot_be_parsed_end_with_status_2(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert printed.err.startswith("usage: ")
+    assert (ended.value.code, printed.out, printed.err[:7]) == (2, "", "usage: ")
     assert message in printed.err
 
 
@@ -265,7 +240,6 @@ READ_ONLY = "\n    annotations = ModuleAnnotations(readonly=True)\n"
         (["--tags", "calm", "--prefix", "voice."], ["voice-say"]),
         (["--read-only"], ["voice-say"]),
         (["--exclude", "hand", "voice.sh"], ["voice-say"]),
-        (["--exclude", "voice.say", "--read-only"], []),
     ],
     ids=str,
 )
@@ -279,18 +253,18 @@ def test_what_is_wanted_is_listed_and_nothing_else(
     assert sorted(exported_names(capfd.readouterr().out)) == names
 
 
-@pytest.mark.parametrize(
-    ("seconds", "declared", "told"), [(0.1, {}, "timed out"), (0.1, {"timeout": 60_000}, "timed out"), (0, {}, "done")]
-)
-async def test_a_call_may_take_as_long_as_the_timeout_says(seconds: float, declared: Any, told: str) -> None:
+async def test_a_call_may_take_as_long_as_the_timeout_says() -> None:
     """Whatever its module declares."""
 
     async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await asyncio.sleep(60 if seconds else 0.1)
+        await asyncio.sleep(inputs["seconds"])
         return {"done": True}
 
-    async with connect({"s.low": FunctionalModule(slow, resources=declared)}, timeout=seconds) as client:
-        assert told in text_of(await client.call_tool("s.low"))
+    modules = {"slow": slow, "declared": FunctionalModule(slow, resources={"timeout": 60_000})}
+    for timeout, seconds, told in ((0.1, 60, "timed out"), (0, 0.1, "done")):
+        async with connect(modules, timeout=timeout) as client:
+            for name in modules:
+                assert told in text_of(await client.call_tool(name, {"seconds": seconds}))
 
 
 def test_the_installed_command_is_the_same_program() -> None:
@@ -323,23 +297,16 @@ def test_an_export_is_nothing_but_json_although_the_modules_print(extensions: Pa
     assert {"by print", "by os", "by child"} <= {*ended.stderr.splitlines()}
 
 
-@pytest.mark.parametrize("form", ["mcp", "openai", "openai-strict"])
-def test_an_export_is_what_the_server_lists_or_what_to_openai_tools_gives(
-    extensions: Path, capfd: pytest.CaptureFixture[str], form: str
+@pytest.mark.parametrize("strict", [False, True], ids=["openai", "openai-strict"])
+def test_an_export_for_openai_is_what_to_openai_tools_gives(
+    extensions: Path, capfd: pytest.CaptureFixture[str], strict: bool
 ) -> None:
-    assert main(["--extensions-dir", str(extensions), "--export", form]) == 0
+    assert main(["--extensions-dir", str(extensions), "--export", "openai-strict" if strict else "openai"]) == 0
     exported = json.loads(capfd.readouterr().out)
     registry = Registry(extensions_dir=str(extensions))
-    registry.discover()
-    if form == "mcp":
-        with serving(registry) as url:
-            listed = httpx.post(f"{url}/mcp", timeout=15, **modern("tools/list"))
-        expected = answer(listed)["result"]["tools"]
-    else:
-        expected = to_openai_tools(registry, strict=form == "openai-strict")
-    assert len(expected) == 3
+    assert registry.discover() == 3
     by_text = functools.partial(json.dumps, sort_keys=True)
-    assert sorted(exported, key=by_text) == sorted(expected, key=by_text)
+    assert sorted(exported, key=by_text) == sorted(to_openai_tools(registry, strict=strict), key=by_text)
 
 
 @pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005")
@@ -429,21 +396,6 @@ def test_the_exported_client_entry_of_an_http_server_is_its_address(
     arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", "streamable-http", *flags]
     assert main(arguments) == 0
     assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": entry}}
-
-
-@pytest.mark.requirement("FR-CLI-008")
-async def test_a_signal_ends_an_http_server_with_status_0_while_a_client_is_connected() -> None:
-    port = free_port()
-    with RawClient(command("--transport", "streamable-http", "--port", str(port))) as server:
-        log = await asyncio.to_thread(wait_for_stderr, server, "server started")
-        assert f"16 tools registered, transport=streamable-http, at http://127.0.0.1:{port}/mcp\n" in log
-        with contextlib.suppress(Exception):  # what the client makes of a server that ends is its own affair
-            async with asyncio.timeout(30), Client(f"http://127.0.0.1:{port}/mcp", mode=HANDSHAKE) as connected:
-                tools = (await connected.list_tools()).tools
-                server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(ended_well, server)
-                tools.append("ended well")  # type: ignore[arg-type]
-    assert tools[16:] == ["ended well"]
 
 
 INITIALIZE = message("initialize", initialize_params("2025-11-25"))
@@ -618,75 +570,55 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
 
 
 @pytest.mark.requirement("FR-SERVER-004")
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, ("apcore-mcp", apcore_mcp.__version__, None)),
-        ({"name": "ü" * 255, "version": "7.8", "instructions": "Ask."}, ("ü" * 255, "7.8", "Ask.")),
-    ],
-    ids=["default", "given"],
-)
-async def test_clients_are_told_name_version_and_instructions(
-    mode: str, given: dict[str, Any], told: tuple[str, str, str | None]
-) -> None:
+async def test_clients_are_told_name_version_and_instructions(mode: str) -> None:
     """A 2026-07-28 client asks `server/discover` for them."""
-    async with connect({}, mode="auto" if mode == MODERN else mode, **given) as client:
+    told = {"name": "ü" * 255, "version": "7.8", "instructions": "Ask."}
+    async with connect({}, mode="auto" if mode == MODERN else mode, **told) as client:
         assert client.protocol_version == (MODERN if mode == MODERN else "2025-11-25")
-        assert client.server_info is not None
-        assert (client.server_info.name, client.server_info.version, client.instructions) == told
+        info = client.server_info
+        assert info is not None
+        assert {"name": info.name, "version": info.version, "instructions": client.instructions} == told
 
 
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
-@pytest.mark.parametrize(
-    ("names", "options", "messages"),
-    [
-        (
-            ["t.a", "t.b"],
-            {"transport": "Streamable-HTTP", "explorer": True},
-            ["apcore-mcp server started: 2 tools registered, transport=streamable-http, at URL/mcp,"
-            " explorer at URL/explorer/"],
-        ),
-        (
-            [],
-            {"transport": "sse"},
-            ["No modules registered; server starting with zero tools",
-            "SSE transport is deprecated; use streamable-http instead",
-            "apcore-mcp server started: 0 tools registered, transport=sse, at URL/sse"],
-        ),
-    ],
-    ids=["two-tools", "none-over-sse"],
-)  # fmt: skip
-def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(
-    names: list[str], options: dict[str, Any], messages: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
-    with serving(registry_of(dict.fromkeys(names, echo)), **options) as url:
-        logged = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
-    levels = [*[logging.WARNING] * (len(messages) - 1), logging.INFO]
-    assert logged == [(level, text.replace("URL", url)) for level, text in zip(levels, messages, strict=True)]
+    with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
+        started = "apcore-mcp server started: 2 tools registered, transport=streamable-http, at "
+        assert logged(caplog) == [("INFO", f"{started}{url}/mcp, explorer at {url}/explorer/")]
+    caplog.clear()
+    with serving(registry_of(), transport="sse") as url:
+        assert logged(caplog) == [
+            ("WARNING", "No modules registered; server starting with zero tools"),
+            ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
+            ("INFO", f"apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
+        ]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
 
 
 @pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=["debug", "info"])
-async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(
-    level: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
     """FR-LOG-002, -004, -005."""
 
     def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         raise LookupError("of the module")
 
     caplog.set_level(logging.DEBUG)
-    LOGGER.setLevel(level)
-    async with connect({"t.echo": echo, "t.fail": fail}) as client:
-        await client.call_tool("t.echo", {})
-        assert (await client.call_tool("t.fail", {})).is_error
     package = str(Path(apcore_mcp.__file__).parent)
-    ours = [record for record in caplog.records if record.pathname.startswith(package)]
-    assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
-    assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
-    calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
-    assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
+    async with connect({"t.echo": echo, "t.fail": fail}) as client:
+        for level in (logging.DEBUG, logging.INFO):
+            LOGGER.setLevel(level)
+            caplog.clear()
+            await client.call_tool("t.echo", {})
+            assert (await client.call_tool("t.fail", {})).is_error
+            ours = [record for record in caplog.records if record.pathname.startswith(package)]
+            assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
+            assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
+            calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
+            assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
 
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
