@@ -78,17 +78,8 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
             lacks = (mode, approval, user) == (MODERN, "require", "cannot")
             assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else DENIED)
             warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            assert any("wipe is let through" in text for text in warned) == ("warns" in happens)
-
-
-async def test_each_call_that_auto_lets_through_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Also of a module that another one calls; and whoever looks for warnings of ours finds nothing else."""
-    below = FunctionalModule(lambda inputs, context: context.executor.call("disk.wipe", inputs, context))
-    async with connect({"disk.wipe": guarded([]), "below": below}) as client:
-        for name in ("disk.wipe", "disk.wipe", "below"):
-            assert not (await client.call_tool(name)).is_error
-    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
-    assert warned == ["disk.wipe is let through without approval: its user cannot be asked"] * 3
+            let_through = "wipe is let through without approval: its user cannot be asked"
+            assert [text for text in warned if "let through" in text] == [let_through] * ("warns" in happens)
 
 
 TOGGLE = "system.control.toggle_feature"
@@ -209,16 +200,29 @@ async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_st
 
 
 @pytest.mark.parametrize(
-    ("approval", "handler", "runs"),
-    [("deny", AutoApproveHandler(), 1), ("auto", Judge("rejected"), 0), ("off", Judge("rejected"), 0)],
+    ("approval", "handler", "user", "runs", "asks"),
+    [
+        ("deny", AutoApproveHandler(), "no", 1, 0),
+        ("auto", Judge("rejected"), "yes", 0, 0),
+        ("off", Judge("rejected"), "yes", 0, 0),
+        ("deny", ElicitationApprovalHandler(), "yes", 1, 1),
+        ("deny", ElicitationApprovalHandler(), "no", 0, 1),
+        ("deny", ElicitationApprovalHandler(), "cannot", 0, 0),
+    ],
 )
-async def test_an_executor_keeps_the_approval_handler_it_came_with(approval: str, handler: Any, runs: int) -> None:
+async def test_an_executor_keeps_the_approval_handler_it_came_with(
+    approval: str, handler: Any, user: str, runs: int, asks: int
+) -> None:
+    """Also where that is the one that asks the user, of a server or of nobody."""
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=handler)
-    arguments, asked = asking(REFUSE if runs else APPROVE)
+    arguments, asked = asking(EVERYONE[user])
     async with connect(executor, client=arguments, approval=approval) as client:
-        await client.call_tool("wipe")
-    assert (len(ran), asked) == (runs, [])
+        await outcome_of(client, "wipe")
+    assert (len(ran), len(asked)) == (runs, asks)
+    if isinstance(handler, ElicitationApprovalHandler):
+        with pytest.raises(ApprovalDeniedError):
+            await executor.call_async("wipe", {})
 
 
 async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
@@ -279,10 +283,8 @@ async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_ap
     assert len(ran) == runs * len(modules)
 
 
-@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 1)])
-async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(
-    approval: str, runs: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("approval", "runs"), [("require", False), ("auto", True)])
+async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(approval: str, runs: bool) -> None:
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}))
     answered, outcomes = threading.Event(), queue.Queue[object]()
@@ -305,9 +307,7 @@ async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_en
         await client.call_tool("leave")
         answered.set()
         outcome = await asyncio.to_thread(outcomes.get, timeout=10)
-    assert isinstance(outcome, ApprovalDeniedError) != bool(runs)
-    assert len(ran) == runs
-    assert ("wipe is let through without approval" in caplog.text) == bool(runs)
+    assert (outcome == {"ran": True}, len(ran)) == (runs, runs)
 
 
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
@@ -326,18 +326,6 @@ async def test_auto_lets_through_only_what_apcore_would_and_what_comes_later_cou
         assert executor.governance_state().approval_handler_configured
         assert await outcome_of(client, "wipe") == '{"ran":true}'
     assert len(ran) == runs + 1
-
-
-@pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
-async def test_the_handler_that_asks_serves_an_executor_of_ones_own(user: str, runs: int) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=ElicitationApprovalHandler())
-    arguments, asked = asking(EVERYONE[user])
-    async with connect(executor, client=arguments, approval="deny") as client:
-        await outcome_of(client, "wipe")
-    assert (len(ran), len(asked)) == (runs, user != "cannot")
-    with pytest.raises(ApprovalDeniedError):
-        await executor.call_async("wipe", {})
 
 
 async def test_a_gate_of_the_users_own_stays_what_it_is_and_who_holds_it_decides() -> None:

@@ -282,20 +282,29 @@ def test_a_stopping_server_cancels_what_still_runs_after_the_grace_period(caplog
     records: queue.Queue[list[Any]] = queue.Queue()
     modules = ["wait", "wait_streaming", "watch_token"]
 
+    async def parked(inputs: dict[str, Any], context: Any) -> None:
+        try:
+            await elicit(context, "Who?", SCHEMA)
+        finally:
+            records.put(["parked", context.cancel_token])
+
     async def story(clock: Clock) -> None:
-        server = async_serve(Executor(stage(records), config=WITHOUT_LIMIT))
+        registry = stage(records)
+        registry.register("parked", FunctionalModule(parked))
+        server = async_serve(Executor(registry, config=WITHOUT_LIMIT))
         async with hosting(await server.__aenter__()) as url, contextlib.AsyncExitStack() as stack:
             calls = []
             for mode in (HANDSHAKE, MODERN):
-                client = Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30)
+                client = Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30, **asking(accept())[0])
                 await stack.enter_async_context(client)
                 calls += [await start(client, module_id) for module_id in modules]
+            await Wire(client).question("parked")
             ending = asyncio.create_task(server.__aexit__(None, None, None))
             await clock.put_forward(4)
             assert records.empty()
             await clock.put_forward(2)
-            told = [await asyncio.to_thread(records.get, timeout=10) for _ in calls]
-            assert sorted(name for name, _ in told) == sorted(modules * 2)
+            told = [await asyncio.to_thread(records.get, timeout=10) for _ in [*calls, "parked"]]
+            assert sorted(name for name, _ in told) == sorted([*modules * 2, "parked"])
             assert all(is_set_in_time(token) for _, token in told)
             await ending
             for call in calls:
