@@ -624,6 +624,7 @@ async def test_async_serve_yields_an_app_that_answers_also_under_a_prefix(prefix
             async with asgi_client(Starlette(routes=[Mount(prefix, app=app)]) if prefix else app) as client:
                 told = await client.post(f"{prefix}/mcp", **modern("tools/call", {"name": "t.echo"}))
                 assert answer(told)["result"]["structuredContent"] == {}
+                assert (await client.get(f"{prefix}/health")).json()["transport"] == "streamable-http"
                 assert (await client.get(f"{prefix}/nothing-here")).status_code == 404
             _fail()
 
