@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import gc
-import json
 import logging
 import queue
 import re
@@ -79,17 +78,8 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
             lacks = (mode, approval, user) == (MODERN, "require", "cannot")
             assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else DENIED)
             warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-            assert any("wipe is let through" in text for text in warned) == ("warns" in happens)
-
-
-async def test_each_call_that_auto_lets_through_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Also of a module that another one calls; and whoever looks for warnings of ours finds nothing else."""
-    below = FunctionalModule(lambda inputs, context: context.executor.call("disk.wipe", inputs, context))
-    async with connect({"disk.wipe": guarded([]), "below": below}) as client:
-        for name in ("disk.wipe", "disk.wipe", "below"):
-            assert not (await client.call_tool(name)).is_error
-    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
-    assert warned == ["disk.wipe is let through without approval: its user cannot be asked"] * 3
+            let_through = "wipe is let through without approval: its user cannot be asked"
+            assert [text for text in warned if "let through" in text] == [let_through] * ("warns" in happens)
 
 
 TOGGLE = "system.control.toggle_feature"
@@ -102,12 +92,9 @@ def controlled(**options: Any) -> APCore:
     return client
 
 
-@pytest.mark.parametrize(
-    ("approval", "user", "disabled"),
-    [("auto", "yes", True), ("auto", "no", False), ("auto", "cannot", False), ("require", "cannot", False)],
-)
+@pytest.mark.parametrize(("user", "disabled"), [("yes", True), ("no", False), ("cannot", False)])
 async def test_who_cannot_be_asked_does_not_control_the_application(
-    approval: str, user: str, disabled: bool, caplog: pytest.LogCaptureFixture
+    user: str, disabled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither by apcore's own control modules nor by a module that calls them."""
     application = controlled()
@@ -118,7 +105,7 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
 
     application.registry.register("turn_off", FunctionalModule(turn_off))
     arguments, _ = asking(EVERYONE[user])
-    async with connect(application.executor, client=arguments, approval=approval) as client:
+    async with connect(application.executor, client=arguments) as client:
         assert TOGGLE in {tool.name for tool in (await client.list_tools()).tools}
         for name, inputs in ((TOGGLE, toggle), ("turn_off", {})):
             application.toggle_state.enable("echo")
@@ -130,25 +117,20 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
 
 @pytest.mark.parametrize(
     ("options", "strict", "warns"),
-    [
-        pytest.param({}, False, True, id="auto"),
-        pytest.param({"approval": "deny"}, False, False, id="denied"),
-        pytest.param({"prefix": "echo"}, False, False, id="not-listed"),
-        pytest.param({}, True, False, id="strict"),
-    ],
+    [({}, False, True), ({"approval": "deny"}, False, False), ({"prefix": "echo"}, False, False), ({}, True, False)],
+    ids=["auto", "denied", "not-listed", "strict"],
 )
 def test_a_start_says_that_anybody_may_control_the_application(
     options: dict[str, Any], strict: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = controlled(policy=ExecutionPolicy(strict=strict)).executor
-    with serving(executor, **options):
-        pass
-    assert ("system.control" in caplog.text and "ACL" in caplog.text) == warns
-    executor.set_acl(ACL(rules=[], default_effect="deny"))
-    caplog.clear()
-    with serving(executor, **options):
-        pass
-    assert "system.control" not in caplog.text
+    for acl in (None, ACL(rules=[], default_effect="deny")):
+        caplog.clear()
+        if acl is not None:
+            executor.set_acl(acl)
+        with serving(executor, **options):
+            pass
+        assert ("system.control" in caplog.text and "ACL" in caplog.text) == (warns and acl is None)
 
 
 async def test_the_question_shows_every_argument_and_says_where_it_shortens_one() -> None:
@@ -218,16 +200,29 @@ async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_st
 
 
 @pytest.mark.parametrize(
-    ("approval", "handler", "runs"),
-    [("deny", AutoApproveHandler(), 1), ("auto", Judge("rejected"), 0), ("off", Judge("rejected"), 0)],
+    ("approval", "handler", "user", "runs", "asks"),
+    [
+        ("deny", AutoApproveHandler(), "no", 1, 0),
+        ("auto", Judge("rejected"), "yes", 0, 0),
+        ("off", Judge("rejected"), "yes", 0, 0),
+        ("deny", ElicitationApprovalHandler(), "yes", 1, 1),
+        ("deny", ElicitationApprovalHandler(), "no", 0, 1),
+        ("deny", ElicitationApprovalHandler(), "cannot", 0, 0),
+    ],
 )
-async def test_an_executor_keeps_the_approval_handler_it_came_with(approval: str, handler: Any, runs: int) -> None:
+async def test_an_executor_keeps_the_approval_handler_it_came_with(
+    approval: str, handler: Any, user: str, runs: int, asks: int
+) -> None:
+    """Also where that is the one that asks the user, of a server or of nobody."""
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=handler)
-    arguments, asked = asking(REFUSE if runs else APPROVE)
+    arguments, asked = asking(EVERYONE[user])
     async with connect(executor, client=arguments, approval=approval) as client:
-        await client.call_tool("wipe")
-    assert (len(ran), asked) == (runs, [])
+        await outcome_of(client, "wipe")
+    assert (len(ran), len(asked)) == (runs, asks)
+    if isinstance(handler, ElicitationApprovalHandler):
+        with pytest.raises(ApprovalDeniedError):
+            await executor.call_async("wipe", {})
 
 
 async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
@@ -236,23 +231,6 @@ async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
         for token in ("token", "", 7, None):
             assert await outcome_of(client, "wipe", {"_approval_token": token}) != '{"ran":true}'
     assert ran == []
-
-
-async def test_a_module_that_needs_no_approval_is_not_asked_about() -> None:
-    arguments, asked = asking(REFUSE)
-    module = guarded([], annotations=ModuleAnnotations(destructive=True))
-    async with connect({"wipe": module}, client=arguments, approval="require") as client:
-        assert not (await client.call_tool("wipe")).is_error
-    assert asked == []
-
-
-def test_a_question_about_arguments_that_no_text_can_hold_is_asked_all_the_same() -> None:
-    request = modern("tools/call", {"name": "wipe", "arguments": {"disk": "\ud800"}})
-    request["json"]["params"]["_meta"]["io.modelcontextprotocol/clientCapabilities"] = {"elicitation": {}}
-    with serving(registry_of({"wipe": guarded([])})) as url:
-        headers = {**request["headers"], "Content-Type": "application/json"}
-        response = httpx.post(f"{url}/mcp", content=json.dumps(request["json"]), headers=headers)
-    assert "Let wipe run?" in response.json()["result"]["inputRequests"]["approval"]["params"]["message"]
 
 
 def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None:
@@ -265,7 +243,7 @@ def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None
             assert (response.status_code, error["code"], error["data"]) == (400, *LACKS_ELICITATION)
 
 
-@pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), ("off", 1), (AutoApproveHandler(), 1)])
+@pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), (AutoApproveHandler(), 1)])
 async def test_each_server_of_one_executor_decides_about_its_own_calls(first: Any, runs: int) -> None:
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}))
@@ -274,10 +252,8 @@ async def test_each_server_of_one_executor_decides_about_its_own_calls(first: An
             assert await outcome_of(second, "wipe") == DENIED
             assert await outcome_of(client, "wipe") == ('{"ran":true}' if runs else DENIED)
         assert await outcome_of(second, "wipe") == DENIED
-        assert len(ran) == runs
         await executor.call_async("wipe", {})  # which is nobody's: apcore skips a gate without a handler
-    await executor.call_async("wipe", {})
-    assert len(ran) == runs + 2
+    assert len(ran) == runs + 1
 
 
 @pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "no", 0), ("auto", "yes", 1)])
@@ -307,10 +283,8 @@ async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_ap
     assert len(ran) == runs * len(modules)
 
 
-@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 1)])
-async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(
-    approval: str, runs: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("approval", "runs"), [("require", False), ("auto", True)])
+async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(approval: str, runs: bool) -> None:
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}))
     answered, outcomes = threading.Event(), queue.Queue[object]()
@@ -333,52 +307,29 @@ async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_en
         await client.call_tool("leave")
         answered.set()
         outcome = await asyncio.to_thread(outcomes.get, timeout=10)
-    assert isinstance(outcome, ApprovalDeniedError) != bool(runs)
-    assert len(ran) == runs
-    assert ("wipe is let through without approval" in caplog.text) == bool(runs)
+    assert (outcome == {"ran": True}, len(ran)) == (runs, runs)
 
 
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
-async def test_auto_lets_through_only_what_apcore_would(user: str, runs: int) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}), policy=ExecutionPolicy(strict=True))
-    before = executor.governance_state()
-    async with connect(executor, client=asking(EVERYONE[user])[0]) as client:
-        told = await outcome_of(client, "wipe")
-        assert executor.governance_state() == before
-        with pytest.raises(ApprovalDeniedError):
-            await executor.call_async("wipe", {})
-    assert executor.governance_state() == before
-    assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if user == "cannot" else DENIED)
-    assert len(ran) == runs
-
-
-async def test_a_handler_and_a_policy_that_come_later_count_from_then_on() -> None:
+async def test_auto_lets_through_only_what_apcore_would_and_what_comes_later_counts(user: str, runs: int) -> None:
+    """A strict policy, then a handler."""
     ran: list[dict[str, Any]] = []
     executor = Executor(registry_of({"wipe": guarded(ran)}))
-    judge = Judge("approved")
-    async with connect(executor) as client:
+    async with connect(executor, client=asking(EVERYONE[user])[0]) as client:
         executor.set_policy(ExecutionPolicy(strict=True))
-        assert await outcome_of(client, "wipe") in (DENIED, LACKS_ELICITATION)
-        executor.set_approval_handler(judge)
+        told = await outcome_of(client, "wipe")
+        assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if user == "cannot" else DENIED)
+        assert not executor.governance_state().approval_handler_configured
+        with pytest.raises(ApprovalDeniedError):
+            await executor.call_async("wipe", {})
+        executor.set_approval_handler(Judge("approved"))
         assert executor.governance_state().approval_handler_configured
         assert await outcome_of(client, "wipe") == '{"ran":true}'
-    assert (len(judge.asked), len(ran)) == (1, 1)
+    assert len(ran) == runs + 1
 
 
-@pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
-async def test_the_handler_that_asks_serves_an_executor_of_ones_own(user: str, runs: int) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=ElicitationApprovalHandler())
-    arguments, asked = asking(EVERYONE[user])
-    async with connect(executor, client=arguments, approval="deny") as client:
-        await outcome_of(client, "wipe")
-    assert (len(ran), len(asked)) == (runs, user != "cannot")
-    with pytest.raises(ApprovalDeniedError):
-        await executor.call_async("wipe", {})
-
-
-async def test_a_gate_of_the_users_own_stays_what_it_is() -> None:
+async def test_a_gate_of_the_users_own_stays_what_it_is_and_who_holds_it_decides() -> None:
+    """Also about what does not need approval, and about who comes later."""
     passed = []
 
     class Gate(BuiltinApprovalGate):
@@ -386,12 +337,15 @@ async def test_a_gate_of_the_users_own_stays_what_it_is() -> None:
             passed.append(ctx.module_id)
             return await super().execute(ctx)
 
-    registry = registry_of({"wipe": guarded([]), "echo": lambda inputs, context: inputs})
-    strategy = build_standard_strategy(registry=registry)
-    strategy.replace("approval_gate", Gate())
+    destructive = ModuleAnnotations(destructive=True)
+    registry = registry_of({"wipe": guarded([]), "purge": guarded([], annotations=destructive)})
+    strategy, gate = build_standard_strategy(registry=registry), Gate()
+    strategy.replace("approval_gate", gate)
     async with connect(Executor(registry, strategy=strategy), approval="deny") as client:
-        assert (await outcome_of(client, "wipe"), await outcome_of(client, "echo")) == (DENIED, "{}")
-    assert passed == ["wipe", "echo"]
+        assert (await outcome_of(client, "wipe"), await outcome_of(client, "purge")) == (DENIED, '{"ran":true}')
+        gate.set_handler(Judge("approved"))
+        assert await outcome_of(client, "wipe") == '{"ran":true}'
+    assert passed == ["wipe", "purge", "wipe"]
 
 
 async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() -> None:
@@ -429,15 +383,3 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
         assert question.message.startswith("Let disk.wipe run? It is annotated as destructive.")
         hidden = "'keys': ['***REDACTED***'], 'login': {'password': '***REDACTED***'}"
         assert question.message.endswith(f"\nArguments: {{'disk': '{disk}', {hidden}}}")
-
-
-async def test_who_holds_the_gate_of_an_executor_still_decides() -> None:
-    ran: list[dict[str, Any]] = []
-    registry, gate = registry_of({"wipe": guarded(ran)}), BuiltinApprovalGate()
-    strategy = build_standard_strategy(registry=registry)
-    strategy.replace("approval_gate", gate)
-    async with connect(Executor(registry, strategy=strategy), approval="off") as client:
-        assert await outcome_of(client, "wipe") == '{"ran":true}'
-        gate.set_handler(Judge("rejected"))
-        assert await outcome_of(client, "wipe") == DENIED
-    assert len(ran) == 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import functools
 import gc
 import importlib.metadata
 import inspect
@@ -76,7 +75,7 @@ from support import (
 )
 
 import apcore_mcp
-from apcore_mcp import MCP_PROGRESS_KEY, MCPServer, async_serve, from_openai_call, serve, to_openai_tools
+from apcore_mcp import MCPServer, async_serve, from_openai_call, serve, to_openai_tools
 from apcore_mcp.__main__ import main
 
 # ---- Servers ----
@@ -92,18 +91,17 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-async def visit(url: str, server: MCPServer, mode: str) -> list[Any]:
-    """Stop the server while its client listens and calls; what the client was told until then."""
+async def visit(url: str, server: MCPServer, mode: str) -> None:
+    """Stop the server while its client listens and calls."""
     told: list[Any] = []
     with contextlib.suppress(Exception):  # what the client makes of a stream that ends is its own affair
         async with asyncio.timeout(15), followed(None, mode, url=url) as (client, _):
             told.append(await listed(client))
-            told.append((await client.call_tool("stays", {"a": 1})).structured_content)
             running = asyncio.create_task(client.session.call_tool("waits", {}))
             await asyncio.to_thread(entered.acquire, timeout=10)
             server.stop()
             told.append((await running).structured_content)
-    return told
+    assert told == [["waits"], {"waited": True}]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -116,47 +114,26 @@ def test_servers_that_end_in_the_middle_of_things_leave_nothing(recwarn: pytest.
         await asyncio.sleep(0.4)  # longer than idle connections are given when a server ends
         return {"waited": True}
 
-    def live(turn: int) -> None:
+    def live(mode: str) -> None:
         registry = Source()
         registries.append(weakref.ref(registry))
-        registry.register("stays", FunctionalModule(echo))
         registry.register("waits", FunctionalModule(waits))
         port = free_port()
         server = MCPServer(registry, transport="streamable-http", port=port, explorer=True)
         server.start()
-        told = asyncio.run(visit(f"http://127.0.0.1:{port}", server, ERAS[turn % 2]))
-        assert told == [["stays", "waits"], {"a": 1}, {"waited": True}]
+        asyncio.run(visit(f"http://127.0.0.1:{port}", server, mode))
         server.wait()
 
-    for turn in range(2):  # whatever is imported and cached on first use is no leak
-        live(turn)
+    for mode in ERAS:  # whatever is imported and cached on first use is no leak
+        live(mode)
     before = held()
     recwarn.clear()
     warnings.simplefilter("always")
-    for turn in range(2):
-        live(turn)
+    for mode in ERAS:
+        live(mode)
     until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
     until(lambda: gc.collect() is not None and not [1 for registry in registries if registry() is not None])
     assert [warned for warned in recwarn if "unclosed" in str(warned.message)] == []
-
-
-async def test_a_call_that_has_ended_leaves_nothing_to_the_garbage_collector(mode: str) -> None:
-    """Or each would bring the next collection nearer, which goes through all that the process holds."""
-    held: list[weakref.ref[Any]] = []
-
-    async def note(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        held.append(weakref.ref(context.data[MCP_PROGRESS_KEY]))
-        return {}
-
-    async with connect({"note": note}, mode=mode) as client:
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(5):
-                await client.call_tool("note")
-            assert [reference() for reference in held[:4]] == [None] * 4
-        finally:
-            gc.enable()
 
 
 @pytest.mark.requirement("FR-CLI-002", "FR-CLI-004", "FR-CLI-008")
@@ -164,11 +141,8 @@ async def test_a_call_that_has_ended_leaves_nothing_to_the_garbage_collector(mod
     ("arguments", "message"),
     [
         (["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no"),
-        (["--extensions-dir", ""], "extensions directory does not exist: "),
         (["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f"),
         (["--port", "0"], "port must be between 1 and 65535"),
-        (["--port", "70000"], "port must be between 1 and 65535"),
-        (["--name", ""], "server name must not be empty"),
         (["--name", "n" * 256], "name must not exceed 255 characters"),
         (["--export", "client", "--prefix", ""], "prefix must not be empty"),
         (["--timeout", "nan"], "timeout must be a number of seconds, 0 for no limit; got nan"),
@@ -179,14 +153,13 @@ def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "f").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "ran.py").write_text("open(__file__[:-3], 'w')")
+    (tmp_path / "ran.py").write_text("open(__file__[:-3], 'w')")
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    status = main(["--extensions-dir", str(tmp_path / "empty"), "--transport", "streamable-http", *arguments])
+    status = main(["--extensions-dir", str(tmp_path), "--transport", "streamable-http", *arguments])
     printed = capsys.readouterr()
     assert (status, printed.out) == (1, "")
     assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
-    assert not (tmp_path / "empty" / "ran").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.requirement("FR-CLI-003", "FR-CLI-008")
@@ -197,7 +170,6 @@ def test_a_value_that_is_not_allowed_ends_with_status_1_and_says_what_is(
         (["--extensions-dir", ".", "--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--extensions-dir", ".", "--transport", "websocket"], "invalid choice: 'websocket'"),
         (["--extensions-dir", ".", "--port", "abc"], "invalid int value: 'abc'"),
-        (["--extensions-dir", ".", "--export", "xml"], "invalid choice: 'xml'"),
     ],
     ids=str,
 )
@@ -207,13 +179,15 @@ def test_arguments_that_cannot_be_parsed_end_with_status_2(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert printed.err.startswith("usage: ")
+    assert (ended.value.code, printed.out, printed.err[:7]) == (2, "", "usage: ")
     assert message in printed.err
 
 
 @pytest.mark.requirement("FR-CLI-007")
 def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"apcore-mcp {apcore_mcp.__version__}\n")
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     text = capsys.readouterr().out
@@ -228,12 +202,6 @@ def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.Captur
     for default in ("stdio", "127.0.0.1", "8000", "apcore-mcp", "INFO"):
         assert f"(default: {default})" in " ".join(text.split())
     assert "None" not in text
-
-
-def test_version_without_one_prints_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"apcore-mcp {apcore_mcp.__version__}\n")
 
 
 def test_at_a_terminal_the_server_says_what_it_is_for_and_an_export_does_not(
@@ -253,44 +221,40 @@ def test_at_a_terminal_the_server_says_what_it_is_for_and_an_export_does_not(
     assert capfd.readouterr().err == ""
 
 
-READ_ONLY = "\n    annotations = ModuleAnnotations(readonly=True)\n"
-
-
 @pytest.mark.requirement("FR-FILTER-001", "FR-FILTER-002", "FR-FILTER-003")
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["--prefix", "voice."], ["voice-say", "voice-shout"]),
-        (["--tags", "public", "calm"], ["hand-write", "voice-say"]),
-        (["--tags", "calm", "--prefix", "voice."], ["voice-say"]),
-        (["--read-only"], ["voice-say"]),
-        (["--exclude", "hand", "voice.sh"], ["voice-say"]),
-        (["--exclude", "voice.say", "--read-only"], []),
+        ("--prefix voice.", ["voice-say", "voice-shout"]),
+        ("--tags public calm", ["hand-write", "voice-say"]),
+        ("--tags calm --prefix voice.", ["voice-say"]),
+        ("--read-only", ["voice-say"]),
+        ("--exclude hand voice.sh", ["voice-say"]),
     ],
-    ids=str,
 )
 def test_what_is_wanted_is_listed_and_nothing_else(
-    extensions: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
+    extensions: Path, capfd: pytest.CaptureFixture[str], arguments: str, names: list[str]
 ) -> None:
-    text = "from apcore import ModuleAnnotations\n" + MODULE.format(tag="calm") + READ_ONLY
+    read_only = "\n    annotations = ModuleAnnotations(readonly=True)\n"
+    text = "from apcore import ModuleAnnotations\n" + MODULE.format(tag="calm") + read_only
     (extensions / "voice" / "say.py").write_text(text)
     (extensions / "voice" / "shout.py").write_text(MODULE.format(tag="loud"))
-    assert main(["--extensions-dir", str(extensions), "--export", "openai", *arguments]) == 0
+    assert main(["--extensions-dir", str(extensions), "--export", "openai", *arguments.split()]) == 0
     assert sorted(exported_names(capfd.readouterr().out)) == names
 
 
-@pytest.mark.parametrize(
-    ("seconds", "declared", "told"), [(0.1, {}, "timed out"), (0.1, {"timeout": 60_000}, "timed out"), (0, {}, "done")]
-)
-async def test_a_call_may_take_as_long_as_the_timeout_says(seconds: float, declared: Any, told: str) -> None:
+async def test_a_call_may_take_as_long_as_the_timeout_says() -> None:
     """Whatever its module declares."""
 
     async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await asyncio.sleep(60 if seconds else 0.1)
+        await asyncio.sleep(inputs["seconds"])
         return {"done": True}
 
-    async with connect({"s.low": FunctionalModule(slow, resources=declared)}, timeout=seconds) as client:
-        assert told in text_of(await client.call_tool("s.low"))
+    modules = {"slow": slow, "declared": FunctionalModule(slow, resources={"timeout": 60_000})}
+    for timeout, seconds, told in ((0.1, 60, "timed out"), (0, 0.1, "done")):
+        async with connect(modules, timeout=timeout) as client:
+            for name in modules:
+                assert told in text_of(await client.call_tool(name, {"seconds": seconds}))
 
 
 def test_the_installed_command_is_the_same_program() -> None:
@@ -299,14 +263,11 @@ def test_the_installed_command_is_the_same_program() -> None:
 
 
 @pytest.mark.requirement("FR-CLI-008")
-@pytest.mark.parametrize(
-    ("transport", "host"),
-    [("sse", "127.0.0.1"), ("streamable-http", "203.0.113.7")],
-    ids=["port-in-use", "not-our-address"],
-)
+@pytest.mark.parametrize(("transport", "host"), [("sse", "127.0.0.1"), ("streamable-http", "203.0.113.7")])
 def test_an_address_that_cannot_be_had_ends_with_status_2_and_one_line(
     transport: str, host: str, extensions: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A port in use, and an address of another machine."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = ["--extensions-dir", str(extensions), "--transport", transport, "--host", host]
         assert main([*arguments, "--port", str(taken.getsockname()[1])]) == 2
@@ -323,23 +284,14 @@ def test_an_export_is_nothing_but_json_although_the_modules_print(extensions: Pa
     assert {"by print", "by os", "by child"} <= {*ended.stderr.splitlines()}
 
 
-@pytest.mark.parametrize("form", ["mcp", "openai", "openai-strict"])
-def test_an_export_is_what_the_server_lists_or_what_to_openai_tools_gives(
+@pytest.mark.parametrize("form", ["openai", "openai-strict"])
+def test_an_export_for_openai_is_what_to_openai_tools_gives(
     extensions: Path, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:
-    assert main(["--extensions-dir", str(extensions), "--export", form]) == 0
-    exported = json.loads(capfd.readouterr().out)
     registry = Registry(extensions_dir=str(extensions))
-    registry.discover()
-    if form == "mcp":
-        with serving(registry) as url:
-            listed = httpx.post(f"{url}/mcp", timeout=15, **modern("tools/list"))
-        expected = answer(listed)["result"]["tools"]
-    else:
-        expected = to_openai_tools(registry, strict=form == "openai-strict")
-    assert len(expected) == 3
-    by_text = functools.partial(json.dumps, sort_keys=True)
-    assert sorted(exported, key=by_text) == sorted(expected, key=by_text)
+    assert registry.discover() == 3
+    assert main(["--extensions-dir", str(extensions), "--export", form]) == 0
+    assert json.loads(capfd.readouterr().out) == to_openai_tools(registry, strict=form == "openai-strict")
 
 
 @pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005")
@@ -360,15 +312,12 @@ def test_options_reach_the_server_and_its_start_is_logged() -> None:
 @pytest.mark.requirement("FR-CLI-005", "FR-CLI-006")
 def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_empty_directory(tmp_path: Path) -> None:
     """FR-SERVER-006; the server works all the same, under the package's name and version."""
-    arguments = [sys.executable, "-m", "apcore_mcp", "--log-level", "WARNING", "--extensions-dir", str(tmp_path)]
-    with RawClient(arguments) as client:
+    with RawClient(command("--log-level", "WARNING", "--extensions-dir", str(tmp_path))) as client:
         info = client.initialize()["result"]["serverInfo"]
         assert (info["name"], info["version"]) == ("apcore-mcp", apcore_mcp.__version__)
         assert client.request("tools/list")["result"]["tools"] == []
         status, stderr = client.end()
-    assert status == 0
-    assert b"No modules registered; server starting with zero tools" in stderr
-    assert b"server started" not in stderr
+    assert (status, stderr.decode()) == (0, "WARNING: No modules registered; server starting with zero tools\n")
 
 
 @pytest.mark.parametrize(
@@ -390,12 +339,10 @@ def test_the_exported_client_entry_starts_this_server_from_anywhere(
         (tmp_path / "apcore_mcp.py").write_text("raise AssertionError('imported by its own name')")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path)}
     flags = ["--name", "my tools", "--tags", "public", "calm", "--explorer", "--instructions", "-- go on"]
-    ended = subprocess.run(
-        [sys.executable, "-m", package, "--extensions-dir", extensions.name, *flags, "--export", "client"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+    asked = [sys.executable, "-m", package, "--extensions-dir", extensions.name, *flags, "--export", "client"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path)}
+    ended = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
     (name, entry), *others = json.loads(ended.stdout)["mcpServers"].items()
     assert (name, others, entry["command"]) == ("my tools", [], sys.executable)
@@ -415,35 +362,19 @@ def test_the_exported_client_entry_starts_this_server_from_anywhere(
 
 
 @pytest.mark.parametrize(
-    ("flags", "entry"),
+    ("flags", "kind", "url"),
     [
-        (["--port", "9000"], {"type": "http", "url": "http://127.0.0.1:9000/mcp"}),
-        (["--transport", "sse", "--host", "::1"], {"type": "sse", "url": "http://[::1]:8000/sse"}),
-        (["--host", "0.0.0.0", "--allowed-hosts", "x.org"], {"type": "http", "url": "http://127.0.0.1:8000/mcp"}),
+        ("streamable-http --port 9000", "http", "http://127.0.0.1:9000/mcp"),
+        ("sse --host ::1", "sse", "http://[::1]:8000/sse"),
+        ("streamable-http --host 0.0.0.0 --allowed-hosts x.org", "http", "http://127.0.0.1:8000/mcp"),
     ],
-    ids=["streamable-http", "sse", "everywhere"],
 )
 def test_the_exported_client_entry_of_an_http_server_is_its_address(
-    extensions: Path, capfd: pytest.CaptureFixture[str], flags: list[str], entry: dict[str, str]
+    extensions: Path, capfd: pytest.CaptureFixture[str], flags: str, kind: str, url: str
 ) -> None:
-    arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", "streamable-http", *flags]
+    arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", *flags.split()]
     assert main(arguments) == 0
-    assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": entry}}
-
-
-@pytest.mark.requirement("FR-CLI-008")
-async def test_a_signal_ends_an_http_server_with_status_0_while_a_client_is_connected() -> None:
-    port = free_port()
-    with RawClient(command("--transport", "streamable-http", "--port", str(port))) as server:
-        log = await asyncio.to_thread(wait_for_stderr, server, "server started")
-        assert f"16 tools registered, transport=streamable-http, at http://127.0.0.1:{port}/mcp\n" in log
-        with contextlib.suppress(Exception):  # what the client makes of a server that ends is its own affair
-            async with asyncio.timeout(30), Client(f"http://127.0.0.1:{port}/mcp", mode=HANDSHAKE) as connected:
-                tools = (await connected.list_tools()).tools
-                server.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(ended_well, server)
-                tools.append("ended well")  # type: ignore[arg-type]
-    assert tools[16:] == ["ended well"]
+    assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": {"type": kind, "url": url}}}
 
 
 INITIALIZE = message("initialize", initialize_params("2025-11-25"))
@@ -534,16 +465,12 @@ def test_a_start_that_fails_is_told_and_leaves_the_port_free_and_nothing_on_the_
     assert_free(port)
 
 
-def test_an_on_startup_that_exits_ends_the_program() -> None:
+def test_what_a_callback_raises_comes_out_of_serve_when_the_server_has_ended() -> None:
     options: dict[str, Any] = {"transport": "streamable-http", "port": free_port()}
     with pytest.raises(SystemExit, match="of the callback"):
         serve(registry_of(), **options, on_startup=lambda: sys.exit("of the callback"))
-
-
-def test_a_failing_on_shutdown_is_raised_when_the_server_has_ended() -> None:
-    options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "on_shutdown": _fail}
     with pytest.raises(LookupError, match="of the callback"):
-        serve(registry_of(), **options, on_startup=lambda: signal.raise_signal(signal.SIGINT))
+        serve(registry_of(), **options, on_startup=lambda: signal.raise_signal(signal.SIGINT), on_shutdown=_fail)
     assert_free(options["port"])
 
 
@@ -618,79 +545,61 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
 
 
 @pytest.mark.requirement("FR-SERVER-004")
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, ("apcore-mcp", apcore_mcp.__version__, None)),
-        ({"name": "ü" * 255, "version": "7.8", "instructions": "Ask."}, ("ü" * 255, "7.8", "Ask.")),
-    ],
-    ids=["default", "given"],
-)
-async def test_clients_are_told_name_version_and_instructions(
-    mode: str, given: dict[str, Any], told: tuple[str, str, str | None]
-) -> None:
+async def test_clients_are_told_name_version_and_instructions(mode: str) -> None:
     """A 2026-07-28 client asks `server/discover` for them."""
-    async with connect({}, mode="auto" if mode == MODERN else mode, **given) as client:
+    told = {"name": "ü" * 255, "version": "7.8", "instructions": "Ask."}
+    async with connect({}, mode="auto" if mode == MODERN else mode, **told) as client:
         assert client.protocol_version == (MODERN if mode == MODERN else "2025-11-25")
-        assert client.server_info is not None
-        assert (client.server_info.name, client.server_info.version, client.instructions) == told
+        info = client.server_info
+        assert info is not None
+        assert {"name": info.name, "version": info.version, "instructions": client.instructions} == told
 
 
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
-@pytest.mark.parametrize(
-    ("names", "options", "messages"),
-    [
-        (
-            ["t.a", "t.b"],
-            {"transport": "Streamable-HTTP", "explorer": True},
-            ["apcore-mcp server started: 2 tools registered, transport=streamable-http, at URL/mcp,"
-            " explorer at URL/explorer/"],
-        ),
-        (
-            [],
-            {"transport": "sse"},
-            ["No modules registered; server starting with zero tools",
-            "SSE transport is deprecated; use streamable-http instead",
-            "apcore-mcp server started: 0 tools registered, transport=sse, at URL/sse"],
-        ),
-    ],
-    ids=["two-tools", "none-over-sse"],
-)  # fmt: skip
-def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(
-    names: list[str], options: dict[str, Any], messages: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
-    with serving(registry_of(dict.fromkeys(names, echo)), **options) as url:
-        logged = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
-    levels = [*[logging.WARNING] * (len(messages) - 1), logging.INFO]
-    assert logged == [(level, text.replace("URL", url)) for level, text in zip(levels, messages, strict=True)]
+    with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
+        started = "apcore-mcp server started: 2 tools registered, transport=streamable-http, at "
+        assert logged(caplog) == [("INFO", f"{started}{url}/mcp, explorer at {url}/explorer/")]
+    caplog.clear()
+    with serving(registry_of(), transport="sse") as url:
+        assert logged(caplog) == [
+            ("WARNING", "No modules registered; server starting with zero tools"),
+            ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
+            ("INFO", f"apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
+        ]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
 
 
 @pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO], ids=["debug", "info"])
-async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(
-    level: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
     """FR-LOG-002, -004, -005."""
 
     def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         raise LookupError("of the module")
 
     caplog.set_level(logging.DEBUG)
-    LOGGER.setLevel(level)
-    async with connect({"t.echo": echo, "t.fail": fail}) as client:
-        await client.call_tool("t.echo", {})
-        assert (await client.call_tool("t.fail", {})).is_error
     package = str(Path(apcore_mcp.__file__).parent)
-    ours = [record for record in caplog.records if record.pathname.startswith(package)]
-    assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
-    assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
-    calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
-    assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
+    async with connect({"t.echo": echo, "t.fail": fail}) as client:
+        for level in (logging.DEBUG, logging.INFO):
+            LOGGER.setLevel(level)
+            caplog.clear()
+            await client.call_tool("t.echo", {})
+            assert (await client.call_tool("t.fail", {})).is_error
+            ours = [record for record in caplog.records if record.pathname.startswith(package)]
+            assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
+            assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
+            calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
+            assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
 
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
-    """It may run in another thread, where nobody can handle a signal."""
+    """Where an address counts; `serve()` may run in another thread, where nobody can handle a signal."""
+    with pytest.raises(ValueError, match="port"):
+        await async_serve(registry_of(), port=0).__aenter__()
     options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "on_startup": _fail}
     with pytest.raises(RuntimeError, match="async_serve"):
         serve(registry_of(), **options)
@@ -707,39 +616,26 @@ def asgi_client(app: Starlette) -> httpx.AsyncClient:
     ("prefix", "transport"), [("", "stdio"), ("/deep/tools", "streamable-http")], ids=["by-itself", "mounted"]
 )
 async def test_async_serve_yields_an_app_that_answers_also_under_a_prefix(prefix: str, transport: str) -> None:
-    """Also with the default transport; the outer app runs no lifespan."""
+    """Also with the default transport; the outer app runs no lifespan. An error of the body comes out as it is."""
     calls: list[str] = []
-    options = {"on_startup": lambda: calls.append("up"), "on_shutdown": lambda: calls.append("down")}
-    async with async_serve(registry_of({"t.echo": echo}), transport=transport, **options) as app:  # type: ignore[arg-type]
-        assert calls == ["up"]
-        outer = Starlette(routes=[Mount(prefix, app=app)]) if prefix else app
-        async with asgi_client(outer) as client:
-            call = modern("tools/call", {"name": "t.echo", "arguments": {"n": 5}})
-            told = await client.post(f"{prefix}/mcp", **call)
-            assert answer(told)["result"]["structuredContent"] == {"n": 5}
-            assert (await client.get(f"{prefix}/nothing-here")).status_code == 404
+    options: Any = {"on_startup": lambda: calls.append("up"), "on_shutdown": lambda: calls.append("down")}
+
+    async def host() -> None:
+        async with async_serve(registry_of({"t.echo": echo}), transport=transport, **options) as app:
+            assert calls == ["up"]
+            async with asgi_client(Starlette(routes=[Mount(prefix, app=app)]) if prefix else app) as client:
+                told = await client.post(f"{prefix}/mcp", **modern("tools/call", {"name": "t.echo"}))
+                assert answer(told)["result"]["structuredContent"] == {}
+                assert (await client.get(f"{prefix}/nothing-here")).status_code == 404
+            _fail()
+
+    with pytest.raises(LookupError, match="of the callback"):
+        await host()
     assert calls == ["up", "down"]
 
 
-async def test_an_error_in_the_body_of_async_serve_comes_out_as_it_is_and_on_shutdown_is_called() -> None:
-    calls: list[str] = []
-    with pytest.raises(LookupError, match="of the body"):
-        async with async_serve(registry_of(), on_shutdown=lambda: calls.append("down")):
-            raise LookupError("of the body")
-    assert calls == ["down"]
-
-
-async def test_two_apps_of_one_registry_live_side_by_side_and_one_after_the_other() -> None:
-    registry = registry_of({"t.echo": echo})
-    for _ in range(2):
-        async with async_serve(registry, name="one") as one, async_serve(registry, name="two") as two:
-            for app, name in ((one, "one"), (two, "two")):
-                told = answer(await asgi_client(app).post("/mcp", json=INITIALIZE, headers=ACCEPT))
-                assert told["result"]["serverInfo"]["name"] == name
-
-
-FORKING = """
-import multiprocessing
+LEAVING = """
+import contextlib, multiprocessing
 
 @tool
 def fork(inputs, context):
@@ -756,22 +652,6 @@ def fork(inputs, context):
         child.join(10)
     return {"exit": child.exitcode}
 
-serve(registry)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_process_that_a_module_forked_ends_by_a_signal_and_with_the_server() -> None:
-    with RawClient(program(FORKING)) as client:
-        client.initialize()
-        told = client.request("tools/call", {"name": "t.fork", "arguments": {"ends": True}})
-        assert told["result"]["structuredContent"]["exit"] == -signal.SIGTERM
-        client.request("tools/call", {"name": "t.fork", "arguments": {"ends": False}})
-        client.process.send_signal(signal.SIGTERM)  # the last child is a daemon: it is terminated and waited for
-        assert client.process.wait(20) == 0
-
-
-LEAVING = """
 async def deaf():
     while True:
         with contextlib.suppress(asyncio.CancelledError):
@@ -794,21 +674,23 @@ async def leave(inputs, context):
 async def exit(inputs, context):
     sys.exit(3)
 
-import contextlib
 serve(registry)
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_neither_an_exit_of_a_module_nor_what_it_leaves_ends_or_keeps_the_server() -> None:
+    """Tasks, threads and processes that it forked, which end by a signal."""
     with RawClient(program(LEAVING)) as client:
         client.initialize()
         assert client.request("tools/call", {"name": "t.exit"})["result"]["isError"]
+        forked = client.request("tools/call", {"name": "t.fork", "arguments": {"ends": True}})
+        assert forked["result"]["structuredContent"]["exit"] == -signal.SIGTERM
+        client.request("tools/call", {"name": "t.fork", "arguments": {"ends": False}})
         assert not client.request("tools/call", {"name": "t.leave"})["result"]["isError"]
-        client.process.send_signal(signal.SIGTERM)
+        client.process.send_signal(signal.SIGTERM)  # the last child is a daemon: it is terminated and waited for
         wait_for_stderr(client, "tidied up")
-        assert client.process.wait(15) == 0
-        assert client.process.stderr is not None
-        assert b"Traceback" not in client.process.stderr.read()
+        ended_well(client)
 
 
 @pytest.mark.parametrize("ending", ["plain", "anyio-scope", "task-cancelled"])

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MODERN, PROGRAM, ROOT, RawClient, command, program, stdio_parameters
-from mcp.client import Client
+from conftest import PROGRAM, ROOT, RawClient, command, program
 from support import call, ended_well, initialize_params, line, messages, request, wait_for_stderr
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
 BENCH = """
+import apcore_mcp.core
+
 def tell(what):
     print(what, file=sys.stderr, flush=True)
 
@@ -91,6 +92,8 @@ async def deaf(inputs, context):
 
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
+if sys.argv[1:]:
+    apcore_mcp.core._SHUTDOWN_SECONDS = float(sys.argv[1])
 serve(registry, transport="STDIO", host="", port=0, on_shutdown=lambda: tell("stopping"))
 print("noise-after")
 """
@@ -143,17 +146,13 @@ def hang_up(client: RawClient) -> None:
 
 
 LONE_SURROGATE = line(call("lone", "t.echo", text="PLACE")).replace(b"PLACE", b"\\ud800").strip()
-ODD_IDS = [b"1.5", b"2.0", b"null", b"true", b"[1]", b"{}"]
+ODD_IDS = [b"1.5", b"null", b"true", b"[1]"]
 GARBAGE: list[tuple[bytes, str | int | None, set[int]]] = [
     (b"not JSON", None, {-32700}),
-    (b'{"jsonrpc": "2.0", "id": 1, ', None, {-32700}),
     (b'{"text": "\xff\xfe"}', None, {-32700}),
     (b"[" * 100_000, None, {-32700}),
     (b"[" + line(call("b", "t.echo")).strip() + b"]", None, {-32600}),
-    (b"[]", None, {-32600}),
     (b"42", None, {-32600}),
-    (b"null", None, {-32600}),
-    (b'{"id": "no-method"}', "no-method", {-32600}),
     (b'{"jsonrpc": "2.0", "id": 77, "method": 5}', 77, {-32600}),
     (b'{"jsonrpc": "2.0", "id": 77, "result": 5}', None, {-32600}),  # of the server's own requests' ids
     (LONE_SURROGATE, "lone", {-32600}),
@@ -179,38 +178,11 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
     assert served.receive()["result"]["structuredContent"] == {"text": "z" * (MAX_LINE_BYTES - 1000)}
 
 
-def peak_mib(client: RawClient) -> int:
-    """The most memory that the server has taken so far."""
-    status = Path(f"/proc/{client.process.pid}/status").read_text()
-    return next(int(text.split()[1]) // 1024 for text in status.splitlines() if text.startswith("VmHWM"))
-
-
-def chat(client: RawClient, times: int, text: str) -> None:
-    message = call(1, "t.chatty", times=times, text=text)
-    message["params"]["_meta"]["progressToken"] = "p"
-    client.send_line(line(message).strip())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_neither_a_line_without_an_end_nor_what_is_not_read_fills_the_memory(served: RawClient) -> None:
-    """The line is refused once; a module that reports 150 MB waits until most of it has been read."""
-    served.send_line(line(call("before", "t.echo", text="z" * (MAX_LINE_BYTES - 1000))).strip())
-    assert served.receive()["id"] == "before"
-    before = peak_mib(served)
-    for _ in range(100):
-        served.process.stdin.write(b"x" * 1024 * 1024)  # type: ignore[union-attr]
-    served.send_line(b"")
-    assert served.receive()["id"] is None
-    chat(served, 150, "x" * 1_000_000)
-    assert [served.receive()["params"]["progress"] for _ in range(150)] == [*range(150)]
-    assert structured([served.receive()]) == {1: {}}
-    wait_for_stderr(served, "told everything")
-    assert peak_mib(served) - before < 60
-
-
 def test_a_client_that_does_not_read_is_made_to_wait_only_after_megabytes(served: RawClient) -> None:
     """3 MB of progress, of which nothing has been read when the module ends (design §4)."""
-    chat(served, 300, "x" * 10_000)
+    message = call(1, "t.chatty", times=300, text="x" * 10_000)
+    message["params"]["_meta"]["progressToken"] = "p"
+    served.send_line(line(message).strip())
     wait_for_stderr(served, "told everything")
     assert [served.receive()["params"]["progress"] for _ in range(300)] == [*range(300)]
     assert structured([served.receive()]) == {1: {}}
@@ -222,15 +194,6 @@ def test_a_cancelled_call_ends_its_coroutine_and_is_not_answered(served: RawClie
     wait_for_stderr(served, "coroutine cancelled")
     served.send_line(line(call("next", "t.echo", n=3)).strip())
     assert structured([served.receive()]) == {"next": {"n": 3}}
-
-
-@pytest.mark.requirement("FR-TRANSPORT-001", "FR-CLI-001")
-async def test_the_sdk_client_lists_and_calls_the_tools_of_the_command_line() -> None:
-    async with Client(stdio_parameters(), mode=MODERN, cache=None, read_timeout_seconds=30) as client:
-        names = {tool.name for tool in (await client.list_tools()).tools}
-        result = await client.call_tool("units.convert", {"value": 1, "source": "km", "target": "m"})
-    assert {"units.convert", "text.slugify"} <= names
-    assert result.structured_content == {"value": 1000.0, "unit": "m", "kind": "length"}
 
 
 # ---- What modules print ----
@@ -254,19 +217,40 @@ def test_nothing_a_module_prints_reaches_the_client_nor_what_the_client_sends_a_
     assert [noise for noise in noises if f"noise-{noise}\n" not in before + stderr.decode()] == []
 
 
-def test_nothing_a_module_prints_while_it_is_discovered_reaches_the_client(tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text(
-        "import ctypes, os, subprocess\nfrom pydantic import BaseModel\n"
-        "print('noise-print')\nos.write(1, b'noise-os\\n')\nsubprocess.run(['echo', 'noise-child'])\n"
-        "ctypes.CDLL(None).puts(b'noise-puts')\n"
-        "class Empty(BaseModel):\n    pass\n"
-        "class Loud:\n    input_schema = output_schema = Empty\n    description = 'Loud'\n"
-        "    def execute(self, inputs, context):\n        return {}\n"
-    )
-    arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(tmp_path)]
-    answers, stderr = converse(arguments, line(request(1, "tools/list")))
+LOUD = """
+import atexit, os, sys, threading, time
+from pydantic import BaseModel
+
+started = threading.Event()
+def spam():
+    while True:
+        os.write(1, b"noise-spam\\n")
+        started.set()
+        time.sleep(0.001)
+
+print("noise-print")
+threading.Thread(target=spam, daemon=True).start()
+started.wait(10)
+atexit.register(print, "noise-exit", flush=True)
+sys.stdout.write("noise-buffered")
+
+class Empty(BaseModel):
+    pass
+
+class Loud:
+    input_schema = output_schema = Empty
+    description = "Loud"
+    def execute(self, inputs, context):
+        return {}
+"""
+
+
+def test_the_command_line_keeps_modules_off_stdout_until_the_process_is_gone(tmp_path: Path) -> None:
+    """From the moment that their files are run; threads that never stop and exit handlers too."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    answers, stderr = converse(command("--extensions-dir", str(tmp_path)), line(request(1, "tools/list")))
     assert [tool["name"] for tool in answers[0]["result"]["tools"]] == ["loud"]
-    assert [noise for noise in "print os child puts".split() if f"noise-{noise}\n" not in stderr] == []
+    assert [noise for noise in ("print\n", "spam\n", "buffered", "exit\n") if f"noise-{noise}" not in stderr] == []
 
 
 def test_without_stderr_modules_may_print_and_nobody_hears_it(bench: list[str]) -> None:
@@ -274,50 +258,39 @@ def test_without_stderr_modules_may_print_and_nobody_hears_it(bench: list[str]) 
     assert structured(answers) == {1: {"stdin": "", "child_stdin": ""}}
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-"], ids=["stdin", "stdout"])
-def test_without_standard_streams_the_command_line_fails_with_one_line(closed: str) -> None:
+def test_without_standard_streams_the_command_line_fails_with_one_line_and_serve_raises() -> None:
     """FR-SERVER-001: RuntimeError; FR-CLI-008: exit status 2."""
-    arguments = ["sh", "-c", f'exec "$@" {closed}', "sh", *command()]
-    completed = subprocess.run(arguments, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
-    lines = completed.stderr.decode().splitlines()
-    assert completed.returncode == 2
-    assert [text for text in lines if not text.startswith("INFO")] == lines[-1:]
-    assert lines[-1].startswith("Error: ")
-    assert "stdin" in lines[-1]
-
-
-def test_without_standard_streams_serve_raises_a_runtime_error() -> None:
-    arguments = ["sh", "-c", 'exec "$@" <&- >&-', "sh", *program("serve(registry)")]
-    completed = subprocess.run(arguments, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
-    assert "RuntimeError: stdin" in completed.stderr.decode().splitlines()[-1]
+    for closed, arguments in (("<&-", command()), (">&-", program("serve(registry)"))):
+        closing = ["sh", "-c", f'exec "$@" {closed}', "sh", *arguments]
+        completed = subprocess.run(closing, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=30)
+        *before, last = completed.stderr.decode().splitlines()
+        if closed == "<&-":
+            assert completed.returncode == 2
+            assert [text for text in before if not text.startswith("INFO")] == []
+        assert last.startswith("Error: stdin" if closed == "<&-" else "RuntimeError: stdin")
 
 
 # ---- The end ----
 
 
-def test_the_end_of_input_right_behind_a_request_to_listen_ends_the_server_at_once(bench: list[str]) -> None:
-    """It is answered as one that had listened for a while: acknowledged, and ended; not cut off after the 5 seconds."""
-    listen = request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})
-    (acknowledged, ended), _ = converse(bench, line(listen))
-    assert acknowledged["method"] == "notifications/subscriptions/acknowledged"
-    assert (ended["id"], "result" in ended) == ("listen", True)
-
-
-def test_two_thousand_calls_and_the_end_of_input_are_two_thousand_answers(bench: list[str]) -> None:
-    """They are still running when the input ends, and nobody reads while they are written (design §3, Cancellation)."""
+def test_what_was_asked_before_the_end_of_input_is_answered_and_who_listens_is_told_of_it(bench: list[str]) -> None:
+    """Though nobody reads while it is written; a request to listen right before the end is acknowledged, and ended at
+    once: not cut off after the 5 seconds (design §3, Cancellation).
+    """
+    sent = [call(n, "t.slow", n=n, text="x" * 2000) for n in range(300)]
+    sent += [request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})]
     with RawClient(bench) as client:
-        client.initialize()
-        calls = [call(n, "t.slow", n=n, text="x" * 100) for n in range(2000)]
-        for message in calls:
-            del message["params"]["_meta"]
         assert client.process.stdin is not None
-        writer = threading.Thread(target=client.process.stdin.write, args=(b"".join(map(line, calls)),), daemon=True)
+        writer = threading.Thread(target=client.process.stdin.write, args=(b"".join(map(line, sent)),), daemon=True)
         writer.start()
         writer.join(timeout=30)
         assert not writer.is_alive(), "server and client wait for each other"
         stdout, stderr = client.process.communicate(timeout=40)
-        assert structured(messages(stdout)) == {n: {"n": n, "text": "x" * 100} for n in range(2000)}
-        assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+    told = {message.get("id"): message for message in messages(stdout)}
+    assert told.pop(None)["method"] == "notifications/subscriptions/acknowledged"
+    assert "result" in told.pop("listen")
+    assert structured([*told.values()]) == {n: {"n": n, "text": "x" * 2000} for n in range(300)}
+    assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
 
 
 @pytest.mark.requirement("FR-TRANSPORT-005", "NFR-REL-001")
@@ -338,31 +311,22 @@ def test_a_signal_ends_the_server_once_what_runs_is_answered(bench: list[str], t
 
 
 def test_what_does_not_end_holds_up_the_exit_for_the_grace_period_at_most(bench: list[str]) -> None:
-    """A module that ignores its cancellation, one that sleeps for a minute, an answer of 20 MB that nobody reads.
-
-    By a signal, at the end of a pipe, and at the end of a socket that is for both directions.
-    """
-    with contextlib.ExitStack() as stack:
-        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-        ends: list[dict[str, Any]] = [{}, {}, {}, {"stdin": theirs, "stdout": theirs}]
-        deaf, stuck, piped, joined = clients = [stack.enter_context(RawClient(bench, **each)) for each in ends]
-        joined.process.stdin = ours.makefile("wb")
-        for client, tool in zip(clients, ["t.deaf", "t.stuck", "t.big", "t.big"], strict=True):
-            run(client, tool)
-        deaf.process.send_signal(signal.SIGTERM)
-        hang_up(stuck)
-        hang_up(piped)
-        ours.shutdown(socket.SHUT_WR)
-        for client in clients:
-            ended_well(client)
+    """A module that ignores its cancellation, one that sleeps for a minute, an answer of 20 MB that nobody reads."""
+    with RawClient([*bench, "0.5"]) as busy, RawClient([*bench, "0.5"]) as unread:
+        run(busy, "t.deaf")
+        run(busy, "t.stuck")
+        run(unread, "t.big")
+        busy.process.send_signal(signal.SIGTERM)
+        hang_up(unread)
+        ended_well(busy)
+        ended_well(unread)
 
 
 @pytest.mark.requirement("FR-TRANSPORT-002")
 def test_a_client_that_vanishes_ends_the_server(bench: list[str], tmp_path: Path) -> None:
     """Both pipes at once while a call runs, or only the end that reads, in the middle of an answer."""
     gate = tmp_path / "gate"
-    with contextlib.ExitStack() as stack:
-        deaf, busy = [stack.enter_context(RawClient(bench)) for _ in range(2)]
+    with RawClient(bench) as deaf, RawClient(bench) as busy:
         run(busy, "t.gate", gate=str(gate))
         deaf.send_line(line(call(1, "t.big")).strip())
         assert deaf.process.stdout is not None
@@ -374,12 +338,10 @@ def test_a_client_that_vanishes_ends_the_server(bench: list[str], tmp_path: Path
         hang_up(busy)
         gate.touch()
         for client in (deaf, busy):
-            assert client.process.wait(timeout=15) == 0
-            assert client.process.stderr is not None
-            assert b"exception" not in client.process.stderr.read().lower()
+            ended_well(client)
 
 
-STOPPED_AT_ONCE = """
+STARTED_AGAIN = """
 @tool
 def echo(inputs, context):
     return inputs
@@ -387,33 +349,23 @@ def echo(inputs, context):
 server = MCPServer(registry, on_startup=lambda: server.stop())
 server.start()
 server.wait()
-"""
-STARTED_AGAIN = (
-    STOPPED_AT_ONCE
-    + """
 server = MCPServer(registry)
 server.start()
 print("again")
 server.wait()
 """
-)
 
 
-def test_a_server_that_ends_while_it_is_asked_says_no_word_of_it() -> None:
-    """What the SDK raises in tasks that end with it is no error of anybody's."""
-    greeted = {"jsonrpc": "2.0", "method": "notifications/initialized"}
-    asked = line(request("i", "initialize", **initialize_params("2025-11-25"))) + line(greeted)
-    ended = subprocess.run(program(STOPPED_AT_ONCE), input=asked, capture_output=True, cwd=ROOT, timeout=30)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def test_one_server_may_follow_another_on_the_standard_streams() -> None:
+def test_one_server_may_follow_another_that_ended_while_it_was_asked_without_a_word_of_it() -> None:
+    """What the SDK raises in tasks that end with a server is no error of anybody's."""
     with RawClient(program(STARTED_AGAIN)) as client:
-        wait_for_stderr(client, "again")
-        client.send_line(line(call(1, "t.echo", n=1)).strip())
-        assert structured([client.receive()]) == {1: {"n": 1}}
-        hang_up(client)
-        ended_well(client)
+        client.send("initialize", initialize_params("2025-11-25"))
+        client.send("notifications/initialized", notify=True)
+        assert wait_for_stderr(client, "again") == "again\n"
+        client.send_line(line(call("echo", "t.echo", n=1)).strip())
+        stdout, stderr = client.process.communicate(timeout=30)
+        assert structured(messages(stdout)[-1:]) == {"echo": {"n": 1}}
+        assert (client.process.returncode, stderr) == (0, b"")
 
 
 # ---- Sockets, files, terminals ----
@@ -424,37 +376,39 @@ def test_sockets_serve_as_well_as_pipes(bench: list[str], pairs: int) -> None:
     """With one each, no thread stands between a client and its answer."""
     with contextlib.ExitStack() as stack:
         ends = [[stack.enter_context(end) for end in socket.socketpair()] for _ in range(pairs)]
-        (ours, _), (ours_too, _) = ends[0], ends[-1]
-        with subprocess.Popen(bench, stdin=ends[0][1], stdout=ends[-1][1], stderr=subprocess.PIPE, cwd=ROOT) as process:
-            stack.callback(process.kill)
-            for _, theirs in ends:
-                theirs.close()
-            ours.sendall(line(call(0, "t.slow", n=0)))
-            ours_too.settimeout(15)
-            received = stack.enter_context(ours_too.makefile("rb"))
-            answers = messages(received.readline())
-            threads = os.listdir(f"/proc/{process.pid}/task") if sys.platform == "linux" else []
-            ours.sendall(line(call(1, "t.slow", n=1)))
-            ours.shutdown(socket.SHUT_WR)
-            answers += messages(received.read())
-            _, stderr = process.communicate(timeout=15)
+        (ours, stdin), (ours_too, stdout) = ends[0], ends[-1]
+        client = stack.enter_context(RawClient(bench, stdin=stdin, stdout=stdout))
+        stdin.close()
+        stdout.close()
+        ours.sendall(line(call(0, "t.slow", n=0)))
+        ours_too.settimeout(15)
+        received = stack.enter_context(ours_too.makefile("rb"))
+        answers = messages(received.readline())
+        threads = os.listdir(f"/proc/{client.process.pid}/task") if sys.platform == "linux" else []
+        ours.sendall(line(call(1, "t.slow", n=1)))
+        ours.shutdown(socket.SHUT_WR)
+        answers += messages(received.read())
+        ended_well(client)
     assert structured(answers) == {n: {"n": n} for n in range(2)}
-    assert (process.returncode, b"Traceback" in stderr) == (0, False)
     assert len(threads) <= 1 or pairs == 1
 
 
 @pytest.mark.requirement("NFR-PORT-001")
 def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
-    """`python -m apcore_mcp … <requests >answers`, with a line in between that is so long that it is more than one."""
+    """`python -m apcore_mcp … <requests >answers`: to the end of the last one, which is written by a thread.
+
+    With a line in between that is so long that it is more than one.
+    """
     source, target = tmp_path / "requests", tmp_path / "answers"
     too_long = b"y" * (2 * MAX_LINE_BYTES + 10) + b"\n"
-    source.write_bytes(line(call(0, "t.slow", n=0)) + too_long + b"\n" + line(call(1, "t.noisy")).strip())
+    source.write_bytes(line(call(0, "t.slow", n=0)) + too_long + b"\n" + line(call(1, "t.big")).strip())
     with source.open("rb") as stdin, target.open("wb") as stdout:
         completed = subprocess.run(bench, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
     answers = messages(target.read_bytes())
     assert (completed.returncode, b"Traceback" in completed.stderr) == (0, False)
     assert [answer["id"] for answer in answers if "error" in answer] == [None]
-    assert {answer["id"] for answer in answers if "result" in answer} == {0, 1}
+    results = structured([answer for answer in answers if "result" in answer])
+    assert (results.keys(), len(results[1]["text"])) == ({0, 1}, 20_000_000)
 
 
 @pytest.mark.requirement("FR-TRANSPORT-002")
@@ -465,40 +419,8 @@ def test_no_input_at_all_ends_the_server_at_once() -> None:
     assert b"Traceback" not in completed.stderr
 
 
-def test_the_last_answer_reaches_a_terminal(tmp_path: Path) -> None:
-    """As it does a file: both are written to by a thread. What a program prints is its own affair."""
-    text = """
-import io
-sys.stdout = io.StringIO()
-
-@tool
-async def big(inputs, context):
-    return {"text": "x" * 10_000_000}
-
-serve(registry)
-"""
-    asked = tmp_path / "asked"
-    asked.write_bytes(line(call(1, "t.big")))
-    ours, theirs = os.openpty()
-    received = bytearray()
-    with asked.open("rb") as stdin:
-        process = subprocess.Popen(program(text), stdin=stdin, stdout=theirs)
-        os.close(theirs)
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while len(received) < 9_950_000:
-                received += os.read(ours, 65_536)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.3)  # the time that a terminal may take
-            while data := os.read(ours, 65_536):
-                received += data
-        os.close(ours)
-        assert process.wait(timeout=30) == 0
-    assert structured(messages(received)) == {1: {"text": "x" * 10_000_000}}
-
-
-@pytest.mark.requirement("FR-TRANSPORT-005", "NFR-PORT-001")
-@pytest.mark.parametrize("goes_away", [False, True], ids=["interrupted", "closed"])
-def test_a_terminal_is_served_until_it_is_interrupted_or_goes_away(goes_away: bool) -> None:
+@pytest.mark.requirement("NFR-PORT-001")
+def test_a_terminal_is_served_until_it_goes_away() -> None:
     """The thread that waits for the terminal must not hold up the exit (design §3, stdio)."""
     tty = pytest.importorskip("tty")
     ours, theirs = os.openpty()
@@ -511,8 +433,5 @@ def test_a_terminal_is_served_until_it_is_interrupted_or_goes_away(goes_away: bo
         while b"\n" not in received:
             received += terminal.read(65_536)
         assert structured(messages(received)) == {1: {"slug": "an-example"}}
-        if goes_away:
-            terminal.close()
-        else:
-            client.process.send_signal(signal.SIGINT)
+        terminal.close()
         ended_well(client)

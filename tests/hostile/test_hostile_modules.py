@@ -1,19 +1,18 @@
-"""Modules that print, exit, block, return what nobody can say and fail while they hold secrets: the protocol stays
-whole, the other tools are served, and what is sensitive is told nowhere (design "stdio", "Output", "Errors", §4). Each
-server is a process of its own, of which every byte is read.
+"""Modules that return what nobody can say, block, and fail while they hold secrets: the other tools are served, and
+what is sensitive is told nowhere (design "Output", "Errors", §4).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ROOT, RawClient, program
-from support import call, line, messages
+from conftest import ROOT, RawClient, connect, echo, program
+from support import call, line, messages, text_of
 
 ECHO = """
 @tool
@@ -22,155 +21,69 @@ def echo(inputs, context):
 """
 
 
-def converse(body: str, options: str, *sent: bytes) -> tuple[dict[str, Any], list[bytes], str]:
-    """The results by request id, every line on stdout, and stderr; of a server that ended well."""
-    server = program(f"{ECHO}{body}\nserve({options})")
-    completed = subprocess.run(server, input=b"".join(sent), capture_output=True, cwd=ROOT, timeout=40)
-    stderr = completed.stderr.decode(errors="replace")
-    assert completed.returncode == 0, stderr[-3000:]
-    answers = [m for m in messages(completed.stdout) if m.get("id") is not None]
-    assert len({m["id"] for m in answers}) == len(answers)
-    return {m["id"]: m["result"] for m in answers}, completed.stdout.splitlines(), stderr
-
-
-def text_of(result: dict[str, Any]) -> str:
+def told(result: dict[str, Any]) -> str:
     (part,) = result["content"]
     return str(part["text"])
 
 
 # ---- Raising and returning ----
 
-RAISING = {
-    "exit": "sys.exit('/etc/secret')",
-    "interrupt": "raise KeyboardInterrupt('/etc/secret')",
-    "cancelled": "raise asyncio.CancelledError('/etc/secret')",
-    "recursion": "return (lambda f: f(f))(lambda f: f(f))",
-    "surrogates": "raise RuntimeError('\\ud800 /etc/secret')",
-    "a_megabyte": "raise RuntimeError('/etc/secret' * 100_000)",
-    "nothing_left": "return {'d': next(n for n in ())}",
-    "group": "raise ExceptionGroup('/etc/secret', [ValueError(1)])",
-    "timeout": "raise TimeoutError('/etc/secret')",
+
+def recursion() -> Any:
+    return recursion()
+
+
+def time_out() -> Any:
+    raise TimeoutError("/etc/secret")
+
+
+# Rows of the tables in `test_errors.py` and `test_results.py` are not here again.
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "recursion": recursion,
+    "time_out": time_out,
+    "nothing_left": lambda: {"d": next(iter(()))},
+    "list": lambda: [1],
+    "function": lambda: {"d": len},
+    "keys_of_any_type": lambda: {1: 1, None: 2, (1, 2): 3, b"b": 4, 1.5: 5},
+    "huge_number": lambda: {"d": 10**5000},
+    "large_number": lambda: {"d": 10**300, "e": -(2**63)},
+    "bytes": lambda: {"d": [bytearray(b"a"), {b"a"}, frozenset([1])]},
+    "like_a_result": lambda: {"content": [{"type": "text", "text": "no"}], "isError": True, "_meta": {"a": 1}},
 }
-RETURNING = {
-    "circle": "d = {}; d['d'] = d; return d",
-    "nan": "return {'d': math.nan}",
-    "list": "return [1]",
-    "generator": "return (n for n in range(3))",
-    "function": "return {'d': len}",
-    "keys_of_any_type": "return {1: 1, None: 2, (1, 2): 3, b'b': 4, 1.5: 5, True: 6}",
-    "huge_number": "return {'d': 10 ** 5000}",
-    "large_number": "return {'d': 10 ** 300, 'e': -2 ** 63}",
-    "bytes": "return {'d': [bytes(range(256)), bytearray(b'a'), {b'a'}, frozenset([1])]}",
-    "like_a_result": "return {'content': [{'type': 'text', 'text': 'no'}], 'isError': True, '_meta': {'a': 1}}",
-    "two_megabytes": "return {'d': 'x' * 2_000_000}",
-}
-SAID = ("Internal error occurred", "Failed to serialize module output", "Execution was cancelled")
-SAID += ("Output validation failed", "Module timed out after ")  # apcore's word for a TimeoutError, whoever raised it
+SAID = ("Internal error occurred", "Failed to serialize module output", "Output validation failed")
+SAID += ("Module timed out after ",)  # apcore's word for a TimeoutError, whoever raised it
 
 
 @pytest.mark.requirement("FR-EXEC-007")
-def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_served() -> None:
-    functions = {
-        f"{kind or 'sync'}_{name}": f"@tool\n{kind} def {kind or 'sync'}_{name}(inputs, context):\n    {does}\n"
-        for kind in ("", "async")
-        for name, does in {**RAISING, **RETURNING}.items()
-    }
-    body = "".join(functions.values()).replace("\n def", "\ndef")
-    sent = [line(call(name, f"t.{name}")) + line(call(f"after {name}", "t.echo", n=1)) for name in functions]
-    results, lines, stderr = converse(body, "registry", *sent)
-    assert results.keys() == {*functions, *(f"after {name}" for name in functions)}
-    for name in functions:
-        assert results[f"after {name}"]["structuredContent"] == {"n": 1}
-        result, short = results[name], name.partition("_")[2]
-        if result["isError"]:
-            assert text_of(result).startswith(SAID), name
-            assert "structuredContent" not in result
-        else:
-            assert short in RETURNING, name
-            assert json.loads(text_of(result)) == result["structuredContent"]
+async def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_served() -> None:
+    modules: dict[str, Any] = {"echo": echo}
+    for name, does in UNUSUAL.items():
+        modules[f"sync.{name}"] = lambda inputs, context, does=does: does()
+        modules[f"async.{name}"] = later(does)
+    given: dict[str, Any] = {}
+    async with connect(modules) as client, asyncio.timeout(40):
+        for name in list(modules)[1:]:
+            result = await client.call_tool(name)
+            assert (await client.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
+            given[name] = result.structured_content
+            if result.is_error:
+                assert (text_of(result).startswith(SAID), given[name]) == (True, None), name
+            else:
+                assert json.loads(text_of(result)) == given[name]
+            said = result.model_dump_json()
+            assert [word for word in ("/etc", "Traceback", ".py", "object at 0x") if word in said] == []
     for kind in ("sync", "async"):
-        assert len(results[f"{kind}_two_megabytes"]["structuredContent"]["d"]) == 2_000_000
-        assert results[f"{kind}_like_a_result"]["structuredContent"]["isError"] is True
-        assert results[f"{kind}_large_number"]["structuredContent"] == {"d": 10**300, "e": -(2**63)}
-        assert results[f"{kind}_bytes"]["structuredContent"]["d"][1:] == ["YQ==", ["YQ=="], [1]]
-        assert text_of(results[f"{kind}_nothing_left"]) == "Internal error occurred"
-    said = b"\n".join(text for text in lines if len(text) < 1_000_000)
-    assert [word for word in (b"/etc", b"Traceback", b".py", b"object at 0x") if word in said] == []
-    assert "never retrieved" not in stderr
+        assert given[f"{kind}.like_a_result"]["isError"] is True
+        assert given[f"{kind}.large_number"] == {"d": 10**300, "e": -(2**63)}
+        assert given[f"{kind}.bytes"] == {"d": ["YQ==", ["YQ=="], [1]]}
+        assert [given[f"{kind}.{name}"] for name in ("recursion", "time_out", "nothing_left")] == [None] * 3
 
 
-# ---- Printing ----
+def later(does: Callable[[], Any]) -> Any:
+    async def do(inputs: dict[str, Any], context: Any) -> Any:
+        return does()
 
-PRINTING = """
-def everywhere(word):
-    print(f"noise-print-{word}")
-    sys.__stdout__.write(f"noise-dunder-{word}\\n")
-    logging.getLogger("loud").error(f"noise-log-{word}")
-    ctypes.CDLL(None).puts(f"noise-puts-{word}".encode())
-    os.write(1, f"noise-write-{word}\\n".encode())
-    os.system(f"echo noise-shell-{word}")
-
-@tool
-def loud(inputs, context):
-    logging.basicConfig(stream=sys.stdout, level=logging.DEBUG, force=True)
-    everywhere("sync")
-    thread = threading.Thread(target=everywhere, args=("thread",))
-    thread.start()
-    thread.join()
-    return {}
-
-@tool
-async def later(inputs, context):
-    everywhere("async")
-    return {}
-"""
-PLACES = "print dunder log puts write shell".split()
-
-
-def test_what_is_printed_by_logs_threads_and_children_goes_to_stderr() -> None:
-    sent = [line(call(tool, f"t.{tool}")) for tool in ("loud", "later")]
-    results, lines, stderr = converse(PRINTING, "registry", *sent)
-    assert (results.keys(), len(lines)) == ({"loud", "later"}, 2)
-    expected = [f"noise-{place}-{word}" for word in ("sync", "thread", "async") for place in PLACES]
-    assert [noise for noise in expected if noise not in stderr] == []
-
-
-SPAMMING = """
-import atexit, os, sys, threading, time
-from pydantic import BaseModel
-
-started = threading.Event()
-def spam():
-    while True:
-        os.write(1, b"noise-spam\\n")
-        started.set()
-        time.sleep(0.0005)
-
-threading.Thread(target=spam, daemon=True).start()
-started.wait(10)
-atexit.register(print, "noise-exit", flush=True)
-sys.stdout.write("noise-buffered")
-
-class Empty(BaseModel):
-    pass
-
-class Loud:
-    input_schema = output_schema = Empty
-    description = "Loud"
-    def execute(self, inputs, context):
-        return {}
-"""
-
-
-def test_the_command_line_keeps_modules_off_stdout_until_the_process_is_gone(tmp_path: Path) -> None:
-    """Threads that never stop, exit handlers and what is still in a buffer: the client may read on until the end."""
-    (tmp_path / "loud.py").write_text(SPAMMING)
-    with RawClient([sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(tmp_path)]) as client:
-        client.send_line(line(call(1, "loud")).strip())
-        assert client.receive()["id"] == 1
-        stdout, stderr = client.process.communicate(timeout=50)
-    assert (client.process.returncode, stdout[-200:]) == (0, b"")
-    assert b"noise-spam" in stderr
+    return do
 
 
 # ---- Blocking ----
@@ -182,7 +95,7 @@ def asleep(inputs, context):
 
 @tool
 def busy(inputs, context):
-    limit = time.monotonic() + 1
+    limit = time.monotonic() + 0.5
     while time.monotonic() < limit:
         pass
 
@@ -215,7 +128,7 @@ def test_modules_that_block_for_ever_time_out_and_hold_up_neither_calls_nor_the_
         answered = {message["id"]: message["result"] for message in (client.receive() for _ in range(6))}
         assert next(iter(answered)) == "beside"
         for name in BLOCKED:
-            assert text_of(answered[name]) == "Module timed out after 300ms"
+            assert told(answered[name]) == "Module timed out after 300ms"
         details = answered["asleep"]["_meta"]["apcore-mcp/error"]
         assert (details["error_type"], details["error_details"]) == ("MODULE_TIMEOUT", {"timeout_ms": 300})
         stdout, stderr = client.process.communicate(line(call("last", "t.echo", n=2)), timeout=15)
@@ -240,21 +153,12 @@ async def keep(inputs, context):
     return inputs
 
 @secretly
-def fail(inputs, context):
-    raise RuntimeError(f"bad {inputs}") from ValueError(inputs["password"])
-
-@secretly
 async def fail_later(inputs, context):
     raise ModuleError("BAD", f"bad {inputs}", {"pin": inputs["pin"]}, cause=KeyError(inputs["password"]))
 
 @secretly
 async def exit_later(inputs, context):
     sys.exit(inputs["password"])
-
-@secretly
-def fail_after_the_timeout(inputs, context):
-    time.sleep(0.9)
-    raise RuntimeError(f"bad {inputs}")
 
 @secretly
 async def fail_when_cancelled(inputs, context):
@@ -284,15 +188,15 @@ class Streaming(Module):
 
 annotations = ModuleAnnotations(streaming=True)
 registry.register("t.stream", Streaming(echo, input_schema=schema, output_schema=schema, annotations=annotations))
-executor = Executor(registry, config=Config({"executor": {"default_timeout": 700, "global_timeout": 60_000}}))
+executor = Executor(registry, config=Config({"executor": {"default_timeout": 300, "global_timeout": 60_000}}))
+serve(executor, log_level="DEBUG")
 """
-LATE = "on_shutdown=lambda: asyncio.sleep(0.6)"  # so that what fails late still fails
-TELLING_TOOLS = """keep fail fail_later exit_later fail_after_the_timeout fail_when_cancelled
-wrong_output unsayable_output calls_below""".split()
+TELLING_TOOLS = "keep fail_later exit_later fail_when_cancelled wrong_output unsayable_output calls_below".split()
 
 
 @pytest.mark.requirement("NFR-SEC-002")
 def test_what_is_sensitive_is_in_no_error_no_meta_and_no_log_line() -> None:
+    """Every byte that a server in a process of its own tells anybody."""
     arguments = {"password": SECRET, "pin": PIN, "what": "ok", "box": {"key": SECRET}}
     sent = [call(name, f"t.{name}", **arguments) for name in TELLING_TOOLS]
     wrong: list[dict[str, Any]] = [{"pin": SECRET}, {"password": PIN}, {"what": [SECRET]}, {"box": SECRET}]
@@ -301,11 +205,15 @@ def test_what_is_sensitive_is_in_no_error_no_meta_and_no_log_line() -> None:
         streamed = call(f"stream {what}", "t.stream", **arguments | {"what": what})
         streamed["params"]["_meta"]["progressToken"] = what
         sent.append(streamed)
-    results, lines, stderr = converse(TELLING, f"executor, log_level='DEBUG', {LATE}", *map(line, sent))
+    asked = b"".join(map(line, sent))
+    completed = subprocess.run(program(ECHO + TELLING), input=asked, capture_output=True, cwd=ROOT, timeout=40)
+    assert completed.returncode == 0
+    answers = messages(completed.stdout)
+    results = {m["id"]: m["result"] for m in answers if "id" in m}
+    assert results.keys() == {message["id"] for message in sent}
     assert {name for name, result in results.items() if not result["isError"]} == {"keep", "stream ok"}
-    assert json.loads(text_of(results["keep"]))["password"] == "***REDACTED***"
-    assert len([text for text in lines if b"notifications/progress" in text]) == 4
-    leaks = [text.decode()[:300] for text in lines if SECRET.encode() in text or str(PIN).encode() in text]
-    leaks += [text for text in stderr.splitlines() if SECRET in text or str(PIN) in text]
-    assert leaks == []
-    assert "Tool call ended: t.keep, " in stderr, "it was to log at DEBUG"
+    assert json.loads(told(results["keep"]))["password"] == "***REDACTED***"
+    assert len(answers) == len(sent) + 4, "four chunks are told as progress"
+    lines = (completed.stdout + completed.stderr).decode(errors="replace").splitlines()
+    assert [text[:300] for text in lines if SECRET in text or str(PIN) in text] == []
+    assert "Tool call ended: t.keep, " in completed.stderr.decode(), "it was to log at DEBUG"
