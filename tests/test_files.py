@@ -104,13 +104,18 @@ also = add
 '''
 
 
-async def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(extensions: Path) -> None:
+async def test_functions_with_the_decorator_are_served_beside_classes_and_bindings(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the id they give, or the one of their place; what another file defined is not this one's."""
-    (extensions / "maths").mkdir()
-    (extensions / "maths" / "forms.py").write_text(FUNCTIONS)
-    (extensions / "maths" / "both.py").write_text(FUNCTIONS.replace("maths", "m") + MODULE.format(tag="x"))
-    (extensions / "maths" / "_bound.py").write_text("def negate(a: int) -> int:\n    return -a\n")
-    (extensions / "maths" / "bound.binding.yaml").write_text(bound("maths.negate", "_bound:negate"))
+    maths = extensions / "maths"
+    maths.mkdir()
+    monkeypatch.syspath_prepend(maths)
+    other = "from _bound import Say as Other\n"
+    (maths / "forms.py").write_text(FUNCTIONS)
+    (maths / "both.py").write_text(FUNCTIONS.replace("maths", "m") + other + MODULE.format(tag="x"))
+    write(maths / "_bound.py", "Not here", "\ndef negate(a: int) -> int:\n    return -a\n")
+    (maths / "bound.binding.yaml").write_text(bound("maths.negate", "_bound:negate"))
     async with connect(discover(extensions), prefix="m") as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert [*tools] == [
@@ -125,7 +130,7 @@ async def test_functions_with_the_decorator_are_served_beside_classes_and_bindin
             ("maths.negate", {"a": 2}, {"result": -2}),
         ):
             assert (await client.call_tool(name, given)).structured_content == result
-    assert (extensions / "maths" / "imported").read_text() == "once " * 2
+    assert (maths / "imported").read_text() == "once " * 2
 
 
 def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_links_are_not_followed(
@@ -222,10 +227,7 @@ def registry_of_files(directory: Path, **options: Any) -> Registry:
     return registry
 
 
-Shown = tuple[Client, asyncio.Queue[object]]
-
-
-async def wait_until_shown(following: Shown, expected: dict[str, str]) -> None:
+async def wait_until_shown(following: tuple[Client, asyncio.Queue[object]], expected: dict[str, str]) -> None:
     """Wait for tools with these descriptions, and for no others."""
     client, changes = following
     async with asyncio.timeout(15):
