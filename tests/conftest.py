@@ -114,11 +114,11 @@ def until(condition: Callable[[], Any], seconds: float = 30) -> None:
 @contextlib.contextmanager
 def serving(source: Registry | Executor, **options: Any) -> Iterator[str]:
     """A server in a thread, on a free port; yields its base URL, and has ended when the context has."""
-    port = free_port()
-    server = MCPServer(source, **{"transport": "streamable-http", "port": port, **options})
+    options = {"transport": "streamable-http", "port": free_port(), **options}
+    server = MCPServer(source, **options)
     server.start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{options['port']}"
     finally:
         server.stop()
         server.wait()
