@@ -51,12 +51,10 @@ class FunctionalModule:
     """A module made of a function `(inputs, context) -> dict`, with dict schemas that accept any object by default."""
 
     def __init__(self, execute: Callable[..., Any], **attributes: Any) -> None:
-        self.execute = execute
+        self.execute, self.description = execute, "A module of a test"
         self.input_schema: Any = ANYTHING
         self.output_schema: Any = ANYTHING
-        self.description = "A module of a test"
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes)
 
 
 PROGRAM = """
@@ -114,11 +112,11 @@ def until(condition: Callable[[], Any], seconds: float = 30) -> None:
 @contextlib.contextmanager
 def serving(source: Registry | Executor, **options: Any) -> Iterator[str]:
     """A server in a thread, on a free port; yields its base URL, and has ended when the context has."""
-    port = free_port()
-    server = MCPServer(source, **{"transport": "streamable-http", "port": port, **options})
+    options = {"transport": "streamable-http", "port": free_port(), **options}
+    server = MCPServer(source, **options)
     server.start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{options['port']}"
     finally:
         server.stop()
         server.wait()
@@ -139,16 +137,9 @@ async def hosting(app: Any) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def connect(
-    modules: Mapping[str, Any] | Registry | Executor,
-    *,
-    mode: str = MODERN,
-    client: dict[str, Any] | None = None,
-    **options: Any,
+    modules: Any, *, mode: str = MODERN, client: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[Client]:
-    """The SDK's client, connected over streamable HTTP to a server of `modules` with `options`.
-
-    `client` holds further arguments of `Client` (callbacks, `client_info`).
-    """
+    """The SDK's client, made with the arguments `client`, over streamable HTTP to a server of `modules`."""
     source = modules if isinstance(modules, Registry | Executor) else registry_of(modules)
     with serving(source, **options) as url:
         async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30, **(client or {})) as connected:
@@ -162,9 +153,8 @@ def command(*arguments: str) -> list[str]:
 
 def stdio(arguments: list[str], **environment: str) -> Any:
     """A transport of the SDK's client that starts `arguments` as a subprocess."""
-    program, *rest = arguments
-    parameters = StdioServerParameters(command=program, args=rest, cwd=str(ROOT), env={**os.environ, **environment})
-    return stdio_client(parameters)
+    options: Any = {"cwd": str(ROOT), "env": {**os.environ, **environment}}
+    return stdio_client(StdioServerParameters(command=arguments[0], args=arguments[1:], **options))
 
 
 def stdio_parameters(*arguments: str) -> Any:
@@ -190,14 +180,9 @@ class Clock(asyncio.SelectorEventLoop):
 
 def with_clock(story: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
     """Run a test whose server and client share a loop with a clock that it may put forward."""
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, Clock)
-        await story(loop)
-
     with asyncio.Runner(loop_factory=Clock) as runner:
-        runner.run(run())
+        loop: Any = runner.get_loop()
+        runner.run(story(loop))
 
 
 class RawClient:
@@ -205,19 +190,16 @@ class RawClient:
 
     def __init__(self, arguments: list[str], **popen: Any) -> None:
         own: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self.process = subprocess.Popen(arguments, **{**own, "cwd": ROOT, **popen})
+        self.process: Any = subprocess.Popen(arguments, **{**own, "cwd": ROOT, **popen})
         self._next_id = 0
 
     def send_line(self, line: bytes) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(line + b"\n")
         self.process.stdin.flush()
 
     def send(self, method: str, params: dict[str, Any] | None = None, *, notify: bool = False) -> int:
         """Send a request (its id is returned) or a notification."""
-        message: dict[str, Any] = {"jsonrpc": "2.0", "method": method}
-        if params is not None:
-            message["params"] = params
+        message = {"jsonrpc": "2.0", "method": method, **({} if params is None else {"params": params})}
         if not notify:
             self._next_id += 1
             message["id"] = self._next_id
@@ -226,7 +208,6 @@ class RawClient:
 
     def receive(self) -> dict[str, Any]:
         """The next line as JSON; the test's own timeout is the limit. Fails at the end of the stream."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the server closed stdout"
         message: dict[str, Any] = json.loads(line)
@@ -235,21 +216,15 @@ class RawClient:
     def request(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the response with its id; notifications in between are dropped."""
         request_id = self.send(method, params)
-        while True:
-            message = self.receive()
-            if message.get("id") == request_id and "method" not in message:
-                return message
+        while (message := self.receive()).get("id") != request_id or "method" in message:
+            pass
+        return message
 
     def initialize(self, name: str = "raw", version: str = "2025-11-25", **capabilities: Any) -> dict[str, Any]:
         """Do the handshake; returns the `initialize` response."""
-        response = self.request(
-            "initialize",
-            {
-                "protocolVersion": version,
-                "capabilities": capabilities,
-                "clientInfo": {"name": name, "version": "1"},
-            },
-        )
+        about = {"name": name, "version": "1"}
+        given = {"protocolVersion": version, "capabilities": capabilities, "clientInfo": about}
+        response = self.request("initialize", given)
         self.send("notifications/initialized", notify=True)
         return response
 
@@ -317,12 +292,8 @@ def extensions(tmp_path: Path) -> Path:
 def endpoint() -> Iterator[str]:
     """The examples, served over streamable HTTP by the command line."""
     port = free_port()
-    arguments = command("--transport", "streamable-http", "--port", str(port))
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        assert any("server started" in line for line in process.stderr), "the server did not start"
+    with RawClient(command("--transport", "streamable-http", "--port", str(port))) as server:
+        assert any(b"server started" in line for line in server.process.stderr), "the server did not start"
         yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        server.process.terminate()
+        server.process.wait(30)

@@ -25,49 +25,18 @@ import httpx
 import httpx2
 import mcp_types as types
 import pytest
-from apcore import (
-    Executor,
-    ModuleAnnotations,
-    Registry,
-)
+from apcore import Executor, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
-from conftest import (
-    HANDSHAKE,
-    MODERN,
-    ROOT,
-    FunctionalModule,
-    RawClient,
-    connect,
-    echo,
-    program,
-    registry_of,
-    serving,
-    stdio,
-)
+from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, connect, echo, program, registry_of, serving, stdio
 from jsonschema import Draft202012Validator
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
-from mcp_types import (
-    CLIENT_CAPABILITIES_META_KEY,
-    CLIENT_INFO_META_KEY,
-    PROTOCOL_VERSION_META_KEY,
-    CallToolResult,
-    ElicitRequest,
-    ElicitResult,
-    InputRequiredResult,
-)
+from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult
 from pydantic import BaseModel
 
-from apcore_mcp import (
-    MCPServer,
-    async_serve,
-    elicit,
-    report_progress,
-    serve,
-    to_openai_tools,
-)
+from apcore_mcp import MCPServer, async_serve, elicit, report_progress, serve, to_openai_tools
 
 ERAS = (HANDSHAKE, MODERN)
 entered = threading.Semaphore(0)
@@ -90,7 +59,7 @@ HANDSHAKE_VERSIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25"]
 META = "io.modelcontextprotocol/"
 
 
-def message(method: str, params: dict[str, Any] | None = None, request_id: int = 1) -> dict[str, Any]:
+def message(method: str, params: dict[str, Any] | None = None, request_id: int | str = 1) -> dict[str, Any]:
     """A JSON-RPC request."""
     return {"jsonrpc": "2.0", "id": request_id, "method": method, **({} if params is None else {"params": params})}
 
@@ -153,7 +122,6 @@ def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
     report: dict[str, Any] = result.meta["apcore-mcp/error"]
     assert report["status"] == "failure"
     assert report["error_message"] == part.text
-    assert isinstance(report["error_type"], str)
     assert report["error_type"]
     assert report.keys() <= REPORTED
     return report
@@ -166,10 +134,9 @@ def lines_of(report: dict[str, Any], title: str = "Input validation failed:") ->
     found = [re.fullmatch(r"- (.*?): (.+) \(([A-Za-z_]+)\)", line) for line in rest]
     assert found, "no line at all"
     assert all(found), rest
-    lines = [(match[1], match[2], match[3]) for match in found if match]
-    told = [
-        (e["field"] or lines[i][0], e["message"], e["code"]) for i, e in enumerate(report["error_details"]["errors"])
-    ]
+    lines = [match.groups() for match in found if match]
+    errors = report["error_details"]["errors"]
+    told = [(e["field"] or line[0], e["message"], e["code"]) for e, line in zip(errors, lines, strict=True)]
     assert told == lines
     return lines
 
@@ -203,11 +170,7 @@ LOGGER = logging.getLogger("apcore_mcp")
 
 
 def _run_async_serve(source: Any, **options: Any) -> None:
-    async def enter() -> None:
-        async with async_serve(source, **options):
-            pass
-
-    asyncio.run(enter())
+    asyncio.run(async_serve(source, **options).__aenter__())
 
 
 every_door = pytest.mark.parametrize(
@@ -252,12 +215,6 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
             await report_progress(context, number, total=3, message=f"step {number}")
         return {"done": True}
 
-    async def nested(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("steps", {}, context)
-
-    async def deep(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("from_sync", {}, context)
-
     def from_sync(inputs: dict[str, Any], context: Any) -> Any:
         return context.executor.call("nested", {}, context)
 
@@ -285,9 +242,6 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
             raise
         return {}
 
-    async def wait_below(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("wait", {}, context)
-
     def watch_token(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         context.executor.call("steps", {}, context)
         while not context.cancel_token.is_cancelled:
@@ -312,30 +266,20 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
     async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"tasks": [getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks()]}
 
+    async def burst(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in range(200):  # on the event loop: nothing can be announced before all of it has happened
+            registry.register(f"burst.m{number}", FunctionalModule(echo))
+        return {}
+
     def grow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         registry.register("grown", FunctionalModule(echo))
         return {}
 
-    def shrink(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        registry.unregister("grown")
-        return {}
-
-    async def burst(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        # Joined on the event loop itself: nothing can be announced before all of it has happened.
-        def register(thread: int) -> None:
-            for number in range(50):
-                registry.register(f"burst.m{thread}_{number}", FunctionalModule(echo))
-
-        threads = [threading.Thread(target=register, args=(thread,)) for thread in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return {}
-
-    functions = [steps, nested, deep, from_sync, beyond, release, wait, wait_below, watch_token]
-    for function in [*functions, ended, tasks, grow, shrink, burst]:
-        registry.register(function.__name__, FunctionalModule(function))
+    modules = {f.__name__: f for f in (steps, from_sync, beyond, release, wait, watch_token, ended, tasks, burst, grow)}
+    modules |= {"nested": calls("steps"), "deep": calls("from_sync"), "wait_below": calls("wait")}
+    modules["shrink"] = lambda inputs, context: {"gone": registry.unregister("grown")}
+    for module_id, function in modules.items():
+        registry.register(module_id, FunctionalModule(function))
     registry.register("wait_streaming", WaitStreaming([]))
     return registry
 
@@ -376,8 +320,8 @@ async def followed(
         elif transport == "sse":
             server = sse_client(f"{url}/sse")
         else:
-            hooks: dict[str, Any] = {"response": [note_stream]}
-            http = await stack.enter_async_context(httpx2.AsyncClient(event_hooks=hooks, timeout=30))
+            http = httpx2.AsyncClient(event_hooks={"response": [note_stream]}, timeout=30)
+            await stack.enter_async_context(http)
             server = streamable_http_client(f"{url}/mcp", http_client=http)
         client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=handle)
         await stack.enter_async_context(client)
@@ -425,17 +369,12 @@ def clog(url: str, tool: str = "big") -> socket.socket:
 
     read_until(b"data: ")
     endpoint = url + read_until(b"\r\n").decode()
-
-    def post(method: str, params: dict[str, Any], **request_id: int) -> None:
-        message = {"jsonrpc": "2.0", "method": method, "params": params, **request_id}
-        assert httpx.post(endpoint, json=message, trust_env=False).status_code == 202
-
-    about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "clogged", "version": "1"}}
-    post("initialize", about, id=1)
-    read_until(b"serverInfo")
-    post("notifications/initialized", {})
-    post("tools/call", {"name": tool, "arguments": {}}, id=2)
-    read_until(b"xxxx")
+    initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    call = message("tools/call", {"name": tool, "arguments": {}}, 2)
+    hello = message("initialize", initialize_params("2025-06-18"))
+    for sent, answered in ((hello, b"serverInfo"), (initialized, b"\r\n"), (call, b"xxxx")):
+        assert httpx.post(endpoint, json=sent, trust_env=False).status_code == 202
+        read_until(answered)
     return clogged
 
 
@@ -493,11 +432,9 @@ class Wire:
     async def call(self, name: str, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
         return await self.client.session.call_tool(name, arguments, allow_input_required=True, **options)
 
-    async def question(
-        self, name: str, arguments: dict[str, Any] | None = None, **options: Any
-    ) -> tuple[str, str, str]:
+    async def question(self, *call: Any, **options: Any) -> tuple[str, str, str]:
         """The key, the message and the state of the one question a call is answered with."""
-        result = await self.call(name, arguments, **options)
+        result = await self.call(*call, **options)
         assert isinstance(result, InputRequiredResult), result
         [(key, request)] = (result.input_requests or {}).items()
         assert isinstance(request, ElicitRequest)
@@ -539,12 +476,8 @@ def success_text(result: CallToolResult) -> str:
     return part.text
 
 
-def refuse_constant(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
-
-
 def parsed(text: str) -> Any:
-    return json.loads(text, parse_constant=refuse_constant)
+    return json.loads(text, parse_constant=pytest.fail)  # NaN, Infinity
 
 
 def gives(output: Any, **attributes: Any) -> FunctionalModule:
@@ -575,16 +508,16 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     if not isinstance(schema, dict):
         return
     yield schema
-    for keyword in ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"):
-        for inner in schema.get(keyword, {}).values():
-            yield from subschemas(inner)
-    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        for inner in schema.get(keyword, ()):
-            yield from subschemas(inner)
-    for keyword in "items contains additionalProperties propertyNames not if then else".split():
-        yield from subschemas(schema.get(keyword))
-    for keyword in ("unevaluatedItems", "unevaluatedProperties", "contentSchema"):
-        yield from subschemas(schema.get(keyword))
+    inner = [value for keyword in MAPS for value in schema.get(keyword, {}).values()]
+    inner += [value for keyword in LISTS for value in schema.get(keyword, ())]
+    for value in inner + [schema.get(keyword) for keyword in SINGLE]:
+        yield from subschemas(value)
+
+
+MAPS = "properties patternProperties dependentSchemas $defs definitions".split()
+LISTS = "anyOf oneOf allOf prefixItems".split()
+SINGLE = "items contains additionalProperties propertyNames not if then else".split()
+SINGLE += "unevaluatedItems unevaluatedProperties contentSchema".split()
 
 
 def containers(value: Any) -> Iterator[Any]:
@@ -599,10 +532,9 @@ def check(schema: dict[str, Any]) -> dict[str, Any]:
     before = copy.deepcopy(schema)
     registry = registry_of({"some.module": FunctionalModule(echo, input_schema=schema)})
 
-    def convert() -> dict[str, Any]:
+    def convert() -> Any:
         (tool,) = to_openai_tools(registry)
-        parameters: dict[str, Any] = tool["function"]["parameters"]
-        return parameters
+        return tool["function"]["parameters"]
 
     result, untouched = convert(), convert()
     assert result == untouched
@@ -626,12 +558,7 @@ for _ in range(5_000):
 
 def request(request_id: int | str, method: str, **params: Any) -> dict[str, Any]:
     """A request of 2026-07-28, which needs no handshake."""
-    meta = {
-        PROTOCOL_VERSION_META_KEY: MODERN,
-        CLIENT_INFO_META_KEY: {"name": "raw", "version": "1"},
-        CLIENT_CAPABILITIES_META_KEY: {},
-    }
-    return {"jsonrpc": "2.0", "id": request_id, "method": method, "params": {**params, "_meta": meta}}
+    return message(method, enveloped(params), request_id)
 
 
 def call(request_id: int | str, tool: str, **arguments: Any) -> dict[str, Any]:
@@ -649,21 +576,19 @@ def messages(stdout: bytes) -> list[dict[str, Any]]:
     return decoded
 
 
-def wait_for_stderr(client: RawClient, words: str) -> str:
+def wait_for_stderr(client: Any, words: str) -> str:
     """What the server says until a line has these `words`."""
-    assert client.process.stderr is not None
     seen = []
     while text := client.process.stderr.readline().decode():
         seen.append(text)
         if words in text:
             return "".join(seen)
-    raise AssertionError(f"the server ended without saying {words!r}: {''.join(seen)}")
+    return pytest.fail(f"the server ended without saying {words!r}: {''.join(seen)}")
 
 
-def ended_well(client: RawClient, seconds: float = 15) -> None:
+def ended_well(client: Any, seconds: float = 15) -> None:
     """The server ends in time by itself: exit status 0 and no traceback. Its stdin is left as it is."""
     assert client.process.wait(timeout=seconds) == 0
-    assert client.process.stderr is not None
     stderr = client.process.stderr.read().decode()
     assert "Traceback" not in stderr, stderr
     assert "Exception" not in stderr, stderr

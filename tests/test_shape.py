@@ -12,7 +12,6 @@ import sys
 import tokenize
 import tomllib
 from bisect import bisect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,36 +30,21 @@ def room_of(line: int) -> int:
     return bisect([start for start, _ in BANNERS], line)
 
 
-def defined() -> Iterator[tuple[str, int]]:
-    """Each name that a room defines, and where."""
-    for node in ast.parse(SOURCE).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node.lineno
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                yield target.id, node.lineno
-
-
 def test_the_docstring_lists_the_rooms() -> None:
     listed = re.findall(r"^    (\w+) {2,}\w", apcore_mcp.core.__doc__ or "", re.MULTILINE)
     assert listed == [name for _, name in BANNERS]
 
 
 def test_a_room_uses_only_what_stands_above_it() -> None:
-    at: dict[str, int] = {}
-    for name, line in defined():
-        at.setdefault(name, room_of(line))
-    # Annotations are not run, so a room may name a type that comes later.
     tree = ast.parse(SOURCE)
-    annotations = {
-        id(inner)
-        for node in ast.walk(tree)
-        for part in (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if part is not None
-        for inner in ast.walk(part)
-    }
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in annotations]
+    at: dict[str, int] = {}
+    for node in tree.body:
+        for target in getattr(node, "targets", [getattr(node, "target", node)]):
+            at.setdefault(getattr(target, "name", getattr(target, "id", "")), room_of(node.lineno))
+    # Annotations are not run, so a room may name a type that comes later.
+    parts = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    annotations = {inner for part in parts if part is not None for inner in ast.walk(part)}
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in annotations]
     assert at["_Tool"] > 0
     below = [f"line {node.lineno} uses {node.id}" for node in used if at.get(node.id, 0) > room_of(node.lineno)]
     assert below == []
@@ -71,9 +55,8 @@ def code_tokens(path: Path) -> tuple[int, int]:
     source = path.read_text("utf-8")
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node):
             documentation.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = [

@@ -3,9 +3,8 @@
 python -m tests.benchmarks                    some minutes
 python -m tests.benchmarks --quick            seconds: whether everything runs, no figures to quote
 python -m tests.benchmarks --only "^call"     rows whose name matches a regular expression
-python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place, and starts,
-                                              makes definitions and works in two processes beside this one
-python -m tests.benchmarks --existing         also beside the `apcore-mcp` of the package index
+python -m tests.benchmarks --against DIR      another copy of this project takes the minimal server's place, and starts
+                                              and works in two processes beside this one
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import venv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,12 +28,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from apcore import Context, Executor
+from apcore import Executor
 
 import apcore_mcp
 
 from .client import HANDSHAKE, MODERN, ROOT, Server, Side
-from .server import KINDS, Order, guard, modules
+from .server import KINDS, Order, modules
 
 READING = """\
 Ratio: what ours costs by what the yardstick costs, so 1.00 is par and less is better, also where calls/s are shown.
@@ -85,38 +82,11 @@ class Sizes:
     many: int
     most: int
     lists: int  # tools listed in one measurement
-    guarded: int  # tools behind an ACL
     workers: int
-    ways: tuple[tuple[str, str], ...]  # to list tools: era, names
 
 
-EACH_WAY = tuple(itertools.product((HANDSHAKE, MODERN), ("module-id", "portable")))
-FULL = Sizes(
-    rounds=11,
-    calls=100,
-    batch=500,
-    load=200,
-    few=100,
-    many=1_000,
-    most=5_000,
-    lists=1_000,
-    guarded=300,
-    workers=2,
-    ways=EACH_WAY,
-)
-QUICK = Sizes(
-    rounds=1,
-    calls=3,
-    batch=10,
-    load=20,
-    few=6,
-    many=6,
-    most=6,
-    lists=6,
-    guarded=6,
-    workers=1,
-    ways=(EACH_WAY[0], EACH_WAY[-1]),
-)
+FULL = Sizes(rounds=11, calls=100, batch=500, load=200, few=100, many=1_000, most=5_000, lists=1_000, workers=2)
+QUICK = Sizes(rounds=1, calls=3, batch=10, load=20, few=6, many=6, most=6, lists=6, workers=1)
 
 
 @dataclass(frozen=True)
@@ -171,21 +141,7 @@ class ExecutorAlone:
         return asyncio.run(work())
 
 
-def decisions(count: int) -> float:
-    """What the ACL alone takes to decide on so many tools."""
-    acl, names = guard(), modules(count).list()
-
-    async def work() -> float:
-        context = Context.create()
-        begin = time.perf_counter()
-        for name in names:
-            await acl.async_check_access(None, name, context)
-        return time.perf_counter() - begin
-
-    return asyncio.run(work())
-
-
-def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]:
+def rows(sizes: Sizes, tree: Path | None) -> Iterator[Row]:
     ours, other, against = Server("ours", sizes.few), Server("minimal", sizes.few), "minimal server"
     if tree:
         other, against = replace(ours, tree=tree), "other copy"
@@ -208,33 +164,14 @@ def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]
         yield Row(f"routing overhead of a call, {kind}", overhead, (ours, other), 5e-3, "limit", 1.0)
         if kind == "dict":
             yield Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, 1e-3, "limit", 1.0, "calls/s", True)
-        if existing:
-            theirs = Server("existing", sizes.few, python=existing)
-            yield Row(f"call, {kind}", latency, ours, theirs, "existing package")
-            rate = Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, theirs, "existing package")
-            yield replace(rate, unit="calls/s", slow=True)
 
     def listing(side: Any) -> float:
         return float(side.listing(max(1, sizes.lists // side.server.count)))
 
-    for count, (era, names) in itertools.product(dict.fromkeys((sizes.few, sizes.many)), sizes.ways):
+    ways = (HANDSHAKE, "module-id"), (MODERN, "portable")
+    for count, (era, names) in itertools.product(dict.fromkeys((sizes.few, sizes.many)), ways):
         named, theirs = replace(ours, count=count, era=era, names=names), replace(other, count=count, era=era)
         yield Row(f"tools/list, {count} tools, {era}, {names}", listing, named, theirs, against, 1.0)
-    if not tree:
-
-        def guarding(subject: Any) -> float:
-            """What an ACL adds to a `tools/list` of ours, or takes by itself."""
-            if isinstance(subject, int):
-                return decisions(subject)
-            behind, open_to_all = map(listing, subject)
-            return behind - open_to_all
-
-        pair = (Server("guarded", sizes.guarded), Server("ours", sizes.guarded))
-        name = f"an ACL's part in tools/list, {sizes.guarded} tools"
-        yield Row(name, guarding, pair, sizes.guarded, "ACL alone", 1.5)
-    if existing:
-        theirs = Server("existing", sizes.few, python=existing)
-        yield Row(f"tools/list, {sizes.few} tools", listing, ours, theirs, "existing package")
 
     def start(count: int) -> float:
         """From the registry to the first answer, by module."""
@@ -254,20 +191,17 @@ def rows(sizes: Sizes, tree: Path | None, existing: str | None) -> Iterator[Row]
 
     yield from _starts(tree)
     yield from _http(sizes, ours, other, against)
-    yield from _limits(sizes, ours, other if tree else None)
+    yield from _limits(sizes.few)
 
 
 def _starts(tree: Path | None) -> Iterator[Row]:
     def start(started: Start) -> float:
         """From the start of a Python until it says `LISTED`."""
         begin = time.perf_counter()
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        environment = {**os.environ, "PYTHONPATH": str(started.tree)}
-        with subprocess.Popen(
-            [sys.executable, *started.arguments], **pipes, cwd=started.tree, env=environment
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
+        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        options |= {"cwd": started.tree, "env": {**os.environ, "PYTHONPATH": str(started.tree)}}
+        process: Any
+        with subprocess.Popen([sys.executable, *started.arguments], **options) as process:
             process.stdin.write(FIRST_LIST)
             process.stdin.flush()
             while line := process.stdout.readline():
@@ -299,14 +233,11 @@ def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[R
         return float(side.load("primes.count", {"below": 3_000}, sizes.load, 20))
 
     two, one = Server("workers", sizes.workers, http=True), Server("workers", 1, http=True)
-    name = "calls of some work over HTTP, two workers"
-    yield Row(name, load_workers, two, one, "one worker", 1.0, "calls/s", True)
-    if other.tree:
-        yield Row(name, load_workers, two, replace(two, tree=other.tree), against, 1.10, "calls/s", True)
+    yield Row("calls of some work over HTTP, two workers", load_workers, two, one, "one worker", 1.0, "calls/s", True)
 
 
-def _limits(sizes: Sizes, ours: Server, other: Server | None) -> Iterator[Row]:
-    few, growing = sizes.few, Server("ours", sizes.few, names="auto")  # a server of their own: it grows
+def _limits(few: int) -> Iterator[Row]:
+    growing = Server("ours", few, names="auto")  # a server of their own: it grows
 
     def time_of(work: Any) -> float:
         begin = time.perf_counter()
@@ -337,14 +268,6 @@ def _limits(sizes: Sizes, ours: Server, other: Server | None) -> Iterator[Row]:
         return [models.get_definition(module_id) for module_id in models.list()]
 
     yield Row("to_openai_tools(), pydantic models", time_of, partial(convert, models), define, "get_definition()")
-    if other:
-        for name, of_models in (("by module", False), ("pydantic models", True)):
-
-            def definitions(side: Any, of_models: bool = of_models) -> float:
-                answer = side.call("bench.define", {"count": few, "models": of_models})
-                return float(answer["seconds"]) / few
-
-            yield Row(f"to_openai_tools(), {name}", definitions, ours, other, "other copy", 1.10)
     yield Row("register() to the next tools/list, by module", register, growing, 1e-3, "limit", 1.0, slow=True)
     yield Row("memory of a tool", memory, growing, 50e3, "limit", 1.0, "KB", slow=True)
 
@@ -393,17 +316,9 @@ def as_line(cells: list[str], *, markdown: bool) -> str:
 
 
 def machine() -> str:
-    versions = [f"{name} {version(name)}" for name in ("mcp", "apcore")] + [f"apcore-mcp {apcore_mcp.__version__}"]
+    versions = f"mcp {version('mcp')}, apcore {version('apcore')}, apcore-mcp {apcore_mcp.__version__}"
     place = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
-    return f"{datetime.date.today()}, Python {platform.python_version()}, {', '.join(versions)}, {place}"
-
-
-def install_existing(directory: str) -> str:
-    """A Python with the `apcore-mcp` of the package index, in an environment of its own."""
-    venv.create(directory, with_pip=True)
-    python = str(Path(directory, "bin", "python"))
-    subprocess.run([python, "-m", "pip", "install", "-q", "apcore-mcp"], check=True, timeout=300)
-    return python
+    return f"{datetime.date.today()}, Python {platform.python_version()}, {versions}, {place}"
 
 
 def main() -> int:
@@ -413,17 +328,14 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name matches")
     parser.add_argument("--markdown", action="store_true", help="a table in Markdown")
     parser.add_argument("--against", type=Path, metavar="DIR", help="measure beside another copy of this project")
-    parser.add_argument("--existing", action="store_true", help="also beside the package index's apcore-mcp")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else FULL
-    with contextlib.ExitStack() as stack:
-        existing = install_existing(stack.enter_context(tempfile.TemporaryDirectory())) if arguments.existing else None
-        pool = stack.enter_context(contextlib.closing(Pool()))
+    with contextlib.closing(Pool()) as pool:
         print(machine(), end="\n\n")
         print(as_line(HEADINGS, markdown=arguments.markdown))
         if arguments.markdown:
             print("| --- | --- | ---: | ---: | ---: | ---: |")
-        wanted = [row for row in rows(sizes, arguments.against, existing) if re.search(arguments.only, row.name)]
+        wanted = [row for row in rows(sizes, arguments.against) if re.search(arguments.only, row.name)]
         if arguments.quick:  # they may disturb each other's figures
             for row in wanted:
                 pool.start(row.ours, row.yardstick)

@@ -47,7 +47,6 @@ class Server:
     http: bool = False  # in the 2026-07-28 era; else stdio in this one:
     era: str = HANDSHAKE
     tree: Path | None = None  # where `apcore_mcp` is imported from, when not from here
-    python: str | None = None  # an interpreter that has another package of that name
 
 
 class Side:
@@ -62,13 +61,12 @@ class Side:
                 self._port = probe.getsockname()[1]
         flags = {"count": server.count, "names": server.names, "port": self._port}
         script = str(Path(__file__).with_name("server.py"))
-        self._arguments = [server.python or sys.executable, script, server.side]
+        self._arguments = [sys.executable, script, server.side]
         self._arguments += [f"--{flag}={value}" for flag, value in flags.items()]
-        environment = {**os.environ, "PYTHONPATH": "" if server.python else str(server.tree or ROOT)}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        self._process = subprocess.Popen(
-            self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment
-        )
+        options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        options["env"] = {**os.environ, "PYTHONPATH": str(server.tree or ROOT)}
+        self._process: Any = subprocess.Popen(self._arguments, **options)
         self._limit = threading.Timer(LIMIT_SECONDS, self._process.kill)
         self._limit.daemon = True
         self._limit.start()
@@ -97,10 +95,8 @@ class Side:
         """What one of `count` calls takes, each made when the one before is answered."""
         self.ready()
         lines = [self._tool_call(name, arguments) for _ in range(count)]
-        answers, begin = [], time.perf_counter()
-        for line in lines:
-            answers += self._exchange([line])
-        return self._checked(begin, answers, count)
+        begin = time.perf_counter()
+        return self._checked(begin, [self._exchange([line])[0] for line in lines], count)
 
     def throughput(self, name: str, arguments: dict[str, Any], count: int) -> float:
         """What one of `count` calls takes that are all written at once."""
@@ -172,11 +168,9 @@ class Side:
 
     def _wait_for_port(self) -> None:
         while self._process.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.02)
+            with contextlib.suppress(OSError):
+                return socket.create_connection(("127.0.0.1", self._port), timeout=5).close()
+            time.sleep(0.02)
         raise self._ended()
 
     def _ended(self) -> RuntimeError:
@@ -193,7 +187,6 @@ class Side:
         return self._message("tools/call", {"name": name, "arguments": arguments})
 
     def _write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
         try:
             self._process.stdin.write(data)
             self._process.stdin.flush()
@@ -207,7 +200,6 @@ class Side:
         else:  # from a thread, or a server that waits for its answers to be read would wait for ever
             threading.Thread(target=self._write, args=(b"".join(lines),), daemon=True).start()
         answers: list[bytes] = []
-        assert self._process.stdout is not None
         while len(answers) < len(lines):
             line = self._process.stdout.readline()
             if not line:

@@ -1,7 +1,6 @@
 """The servers that are measured, one a process: `python server.py ours --count 100`.
 
-It is run as a script, so that `apcore_mcp` is whatever its interpreter and PYTHONPATH say: this tree's, another
-copy's, or another package of that name.
+It is run as a script, so that `apcore_mcp` is whatever PYTHONPATH says: this tree's, or another copy's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import mcp.server.lowlevel  # before `started`: how long the SDK takes to import is no part of a server's growth
-from apcore import ACL, ACLRule, Executor, Registry
+from apcore import Executor, Registry
 from pydantic import BaseModel, Field
 
 
@@ -87,22 +86,6 @@ class Grow:
         return {"started": self.started, **taken}
 
 
-class Define:
-    """A module that writes others as OpenAI definitions, and tells how long that took."""
-
-    def __init__(self) -> None:
-        self.input_schema = self.output_schema = {"type": "object"}
-        self.description = "Write modules as OpenAI definitions"
-
-    def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        from apcore_mcp import to_openai_tools
-
-        registry = modules(inputs["count"], Order if inputs["models"] else ORDER)
-        begin = time.perf_counter()
-        assert len(to_openai_tools(registry)) == inputs["count"]
-        return {"seconds": time.perf_counter() - begin}
-
-
 def add_modules(registry: Registry, count: int, schema: Any = ORDER) -> None:
     present = len(registry.list())
     for number in range(present, present + count):
@@ -118,15 +101,8 @@ def modules(count: int, schema: Any = ORDER) -> Registry:
     for kind, (its_schema, _) in KINDS.items():
         registry.register(f"call.{kind}", Echo(its_schema))
     registry.register("bench.grow", Grow(registry))
-    registry.register("bench.define", Define())
     add_modules(registry, count - len(registry.list()), schema)
     return registry
-
-
-def guard() -> ACL:
-    """Ten rules as an operator might write them; the last lets everybody at what is left."""
-    roles = [ACLRule(["@external"], [f"area{n}.*"], "allow", conditions={"roles": [f"role{n}"]}) for n in range(9)]
-    return ACL([*roles, ACLRule(["@external"], ["*"], "allow")], "deny")
 
 
 def minimal(registry: Registry) -> Any:
@@ -134,24 +110,19 @@ def minimal(registry: Registry) -> Any:
     from mcp_types import CallToolResult, ListToolsResult, TextContent, Tool, ToolAnnotations
 
     executor, tools = Executor(registry), {}
+    flags = {f"apcore/{flag}": False for flag in ("requires_approval", "streaming", "cacheable", "paginated")}
+    hints = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True)
     for module_id in sorted(registry.list()):
         descriptor = registry.get_definition(module_id)
         assert descriptor is not None
-        flags = ("requires_approval", "streaming", "cacheable", "paginated")
         tools[module_id] = Tool(
             name=module_id,
             title=descriptor.name,
             description=descriptor.description,
             input_schema=descriptor.input_schema,
             output_schema=descriptor.output_schema,
-            annotations=ToolAnnotations(
-                read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=True
-            ),
-            _meta={
-                **{f"apcore/{flag}": False for flag in flags},
-                "apcore/version": descriptor.version,
-                "apcore/tags": descriptor.tags,
-            },
+            annotations=hints,
+            _meta={**flags, "apcore/version": descriptor.version, "apcore/tags": descriptor.tags},
         )
 
     async def list_tools(ctx: Any, params: Any) -> ListToolsResult:
@@ -200,9 +171,8 @@ async def serve_pipes(server: Any) -> None:
 
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    sink, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), sys.stdout.buffer
-    )
+    protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+    sink, _ = await loop.connect_write_pipe(lambda: protocol, sys.stdout.buffer)
     pipes: Any = PipeIn(reader), PipeOut(asyncio.StreamWriter(sink, protocol, None, loop))
     async with stdio_server(*pipes) as streams:
         await server.run(*streams, server.create_initialization_options())
@@ -232,7 +202,7 @@ def run_workers(count: int, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "guarded", "minimal", "existing", "workers"))
+    parser.add_argument("side", choices=("ours", "minimal", "workers"))
     parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
@@ -255,11 +225,9 @@ def main() -> None:
         return
     from apcore_mcp import serve
 
-    options: dict[str, Any] = {} if arguments.side == "existing" else {"tool_names": arguments.names}
-    if arguments.port:
-        options |= {"transport": "streamable-http", "port": arguments.port}
+    options = {"transport": "streamable-http", "port": arguments.port} if arguments.port else {}
     Grow.started = time.monotonic()
-    serve(Executor(registry, acl=guard()) if arguments.side == "guarded" else registry, **options)
+    serve(registry, tool_names=arguments.names, **options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
 from conftest import FunctionalModule, connect, echo, registry_of, serving
-from mcp_types import ElicitResult
+from support import accept, asking
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve, to_openai_tools
@@ -29,15 +28,12 @@ BRAND = {"explorer_title": "Tools", "explorer_project_name": "shop", "explorer_p
 
 # What each passes as it comes, and with all that it can be told to pass but authentication.
 FLASK = {**HTTP, "version": None, "validate_inputs": False, "log_level": None, "metrics_collector": None}
-FLASK |= {"require_auth": True}
 FLASK_ALL = {**FLASK, **EXPLORER, **BRAND, "approval_handler": AlwaysDenyHandler(), "output_formatter": str}
 FLASK_ALL |= {"tags": ["a"], "prefix": "demo.", "exempt_paths": {"/health"}, "metrics_collector": MetricsCollector()}
-FASTAPI = {**HTTP, "explorer": False, "explorer_prefix": "/explorer", "allow_execute": False}
-DJANGO = {**HTTP, "on_startup": lambda: None, "on_shutdown": lambda: None, "require_auth": False}
-DJANGO |= {"async_max_concurrent": 10, "async_max_tasks": 1000, "metrics_collector": True}
+FLASK_ALL |= {"require_auth": True}
 OFF = {"strategy": None, "trace": False, "observability": False, "output_format": None, "authenticator": None}
-DJANGO_OFF = {**DJANGO, **OFF, "approval_handler": None, "output_formatter": None}
-SETS = {"flask": FLASK, "flask-all": FLASK_ALL, "fastapi": FASTAPI, "django": DJANGO, "django-off": DJANGO_OFF}
+DJANGO = {**HTTP, **OFF, "on_startup": lambda: None, "on_shutdown": lambda: None, "require_auth": False}
+DJANGO |= {"async_max_concurrent": 10, "async_max_tasks": 1000, "metrics_collector": True, "approval_handler": None}
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def registry() -> Registry:
     return registry_of({"demo.echo": FunctionalModule(echo, tags=["a"])})
 
 
-@pytest.mark.parametrize("options", SETS.values(), ids=SETS.keys())
+@pytest.mark.parametrize("options", [FLASK, FLASK_ALL, DJANGO], ids=["flask", "flask-all", "django"])
 async def test_a_server_with_the_options_that_an_adapter_passes_lists_and_runs(
     registry: Registry, options: dict[str, Any]
 ) -> None:
@@ -66,22 +62,12 @@ def test_options_that_change_nothing_are_told_in_one_debug_line(
     )
 
 
-async def _approve(context: Any, params: Any) -> ElicitResult:
-    return ElicitResult(action="accept", content={"approve": True})
-
-
-@pytest.mark.parametrize(
-    ("handler", "client", "runs"),
-    [
-        pytest.param(AlwaysDenyHandler(), {}, False, id="always-deny"),
-        pytest.param(AutoApproveHandler(), {}, True, id="auto-approve"),
-        pytest.param(apcore_mcp.ElicitationApprovalHandler(), {"elicitation_callback": _approve}, True, id="elicit"),
-    ],
-)
-async def test_an_approval_handler_is_the_approval_under_another_name(handler: Any, client: Any, runs: bool) -> None:
-    needs_approval = FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))
-    async with connect({"demo.run": needs_approval}, client=client, approval_handler=handler) as connected:
-        assert (await connected.call_tool("demo.run", {})).is_error is not runs
+async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
+    modules = {"demo.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))}
+    asks, (yes, _) = apcore_mcp.ElicitationApprovalHandler(), asking(accept(approve=True))
+    for handler, runs in ((AlwaysDenyHandler(), False), (AutoApproveHandler(), True), (asks, True)):
+        async with connect(modules, client=yes, approval_handler=handler) as client:
+            assert (await client.call_tool("demo.run", {})).is_error is not runs
 
 
 def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
@@ -92,35 +78,18 @@ def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 404
 
 
-DOORS: dict[str, Callable[..., Any]] = {"serve()": serve, "MCPServer": MCPServer, "async_serve()": async_serve}
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        pytest.param({"colour": "red"}, "colour: Unexpected keyword argument", id="unknown"),
-        pytest.param({"strategy": "minimal"}, "strategy: Unexpected keyword argument", id="another-value"),
-        pytest.param({"trace": 0}, "trace: Unexpected keyword argument", id="not-quite-false"),
-        pytest.param({"authenticator": object()}, r"authenticator.*middleware=", id="authenticator"),
-        pytest.param({"approval": "deny", "approval_handler": "off"}, "approval_handler: Unexpected", id="both"),
-        pytest.param({"approval_handler": 3}, "approval", id="no-handler"),
-    ],
-)
-def test_what_would_change_something_is_refused_by_the_door_itself(
-    registry: Registry, door: str, options: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(TypeError, match=told) as refusal:
-        DOORS[door](registry, **options)
-    assert "_Options" not in str(refusal.value)
-    if options.keys() != {"approval_handler"}:
-        assert str(refusal.value).startswith(door)
-
-
-@pytest.mark.parametrize("door", ["serve()", "async_serve()"])
-def test_a_door_without_a_registry_names_itself(door: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{re.escape(door)}.*registry_or_executor"):
-        DOORS[door]()
+def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
+        ({"trace": 0}, "trace: Unexpected keyword argument"),  # which is not quite False
+        ({"authenticator": object()}, r".*authenticator.*middleware="),
+        ({"approval": "deny", "approval_handler": "off"}, "approval_handler: Unexpected keyword argument"),
+        ({"approval_handler": 3}, "approval"),
+    ]
+    for door, name in ((serve, r"serve\(\)"), (MCPServer, "MCPServer"), (async_serve, r"async_serve\(\)")):
+        for options, told in refused:
+            with pytest.raises(TypeError, match=rf"^{name} {told}"):
+                door(registry, **options)
 
 
 @pytest.mark.parametrize("door", [serve, async_serve])

@@ -22,19 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from apcore import Executor
-from conftest import (
-    EXTENSIONS,
-    HANDSHAKE,
-    MODERN,
-    ROOT,
-    RawClient,
-    connect,
-    echo,
-    free_port,
-    registry_of,
-    serving,
-    until,
-)
+from conftest import EXTENSIONS, HANDSHAKE, MODERN, ROOT, RawClient, echo, free_port, registry_of, serving, until
 from mcp import MCPError
 from mcp.client import Client
 from pydantic_core import to_jsonable_python
@@ -46,26 +34,17 @@ from apcore_mcp import discover
 from apcore_mcp.__main__ import main
 
 
-def run(tmp_path: Path, *arguments: str) -> str:
-    """The output of an example, run from another directory as a user might."""
-    completed = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50,
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    assert "Traceback" not in completed.stderr
-    return completed.stdout
-
-
 @pytest.fixture
-def told_by(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """The output of an example that starts nothing, and so may run in this process."""
+def told_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The output of an example, run from another directory as a user might."""
 
-    def run_here(name: str) -> str:
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         return capsys.readouterr().out
 
-    return run_here
+    return run
 
 
 async def test_every_example_module_does_what_its_own_examples_say() -> None:
@@ -84,23 +63,22 @@ async def test_every_example_module_does_what_its_own_examples_say() -> None:
     assert len(registry.list()) == int(re.search(r"(\d+) tools registered", README)[1])  # type: ignore[index]
 
 
-def test_the_quickstart_lists_the_tools_and_calls_two(tmp_path: Path) -> None:
-    transcript = run(tmp_path, "quickstart.py")
+def test_the_quickstart_lists_the_tools_and_calls_two(told_by: Callable[..., str]) -> None:
+    transcript = told_by("quickstart.py")
     assert re.search(r"^  text\.slugify +Turn a title", transcript, re.MULTILINE)
-    assert "'words': 7" in transcript
-    assert "{'workdays': 8, 'skipped': ['2025-04-18', '2025-04-21']}" in transcript
-    assert "- end: Field required (missing)" in transcript
+    for told in ("'words': 7", "{'workdays': 8, 'skipped': ['2025-04-18', '2025-04-21']}", "- end: Field required"):
+        assert told in transcript
 
 
-def test_the_openai_example_runs_the_recorded_call(told_by: Callable[[str], str]) -> None:
+def test_the_openai_example_runs_the_recorded_call(told_by: Callable[..., str]) -> None:
     transcript = told_by("openai_tools.py")
     assert '"name": "finance-loan_schedule"' in transcript
     assert "That is text.analyze with {'text': 'The cat sat. The dog did not!'}, and the model is told" in transcript
     assert '"words":7' in transcript
 
 
-def test_in_the_conversation_tools_report_ask_and_need_approval(tmp_path: Path) -> None:
-    transcript = run(tmp_path, "conversation.py", "auto")
+def test_in_the_conversation_tools_report_ask_and_need_approval(told_by: Callable[..., str]) -> None:
+    transcript = told_by("conversation.py", "auto")
     streamed, booked, emptied, denied = transcript.split("\n> ")[1:]
     assert streamed.count("progress:") == 2
     assert "'words': {'a': 2, 'rose': 2, 'is': 1}" in streamed
@@ -128,28 +106,22 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     """The command is the one of the example; that each worker answers is all that is asked of its speed."""
     (tmp_path / "with_pid.py").write_text(WITH_PID)
     (line,) = re.findall(r"^    (granian(?:.+\\\n)+.+)", (ROOT / "examples" / "several_cores.py").read_text(), re.M)
-    _, *options, _ = line.replace("\\\n", "").replace("--workers 4", "--workers 2").split()
+    words = line.replace("\\\n", "").replace("--workers 4", "--workers 2").split()[:-1]
     port, log = free_port(), tmp_path / "log"
-    granian = [sys.executable, "-m", "granian", *options, "--respawn-interval", "0.1", "--port", str(port)]
+    command = [sys.executable, "-m", *words, "--respawn-interval", "0.1", "--port", str(port), "with_pid:app"]
     environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}"}
     with log.open("wb") as told:
-        arguments = [*granian, "with_pid:app"]
-        server = subprocess.Popen(arguments, cwd=ROOT, env=environment, stdout=told, stderr=told)
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=told, stderr=told)
 
     def call(name: str, **arguments: Any) -> Any:
         posted = modern("tools/call", {"name": name, "arguments": arguments})
-        response = httpx.post(f"http://127.0.0.1:{port}/mcp", timeout=15, **posted)
-        return answer(response)["result"]["structuredContent"]["result"]
+        told = answer(httpx.post(f"http://127.0.0.1:{port}/mcp", timeout=15, **posted))
+        return told["result"]["structuredContent"]["result"]
 
     def both() -> set[int]:
         """The processes that answer, once there are two of them: each call is a connection of its own."""
         pids: set[int] = set()
-
-        def answered() -> bool:
-            pids.add(call("worker.pid"))
-            return len(pids) == 2
-
-        until(answered)
+        until(lambda: pids.add(call("worker.pid")) or len(pids) == 2)
         return pids
 
     try:
@@ -165,14 +137,14 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     assert ended == 0, log.read_text()
 
 
-def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by: Callable[[str], str]) -> None:
+def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by: Callable[..., str]) -> None:
     ann, *others = told_by("bearer_token.py").splitlines()
     assert ann == "token-of-ann is offered door.open, door.ring; to open: {'result': 'The back door is open.'}"
     told = "token-of-{} is offered door.ring; to open: Access denied"
     assert others == [told.format("bob"), told.format("nobody")]
 
 
-def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(told_by: Callable[[str], str]) -> None:
+def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(told_by: Callable[..., str]) -> None:
     refused, metadata, health, called = told_by("oauth.py").splitlines()
     assert refused.startswith("401 Bearer ")
     assert 'resource_metadata="http://127.0.0.1/.well-known/oauth-protected-resource/mcp"' in refused
@@ -186,27 +158,28 @@ README = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "examples" / "operation.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.+?)```", README, flags=re.DOTALL)
+PYTHON = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
 
 
-def test_the_python_of_the_readme_is_valid_and_names_only_what_exists() -> None:
-    for block in blocks("python"):
-        compile(block, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        for package, names in re.findall(r"^from ([\w.]+) import (.+)$", block, flags=re.MULTILINE):
-            if package.partition(".")[0] not in ("openai", "fastapi", "shop"):  # others', and the reader's
-                module = importlib.import_module(package)
-                assert all(hasattr(module, name) for name in names.split(", ")), names
+def block_with(text: str) -> str:
+    return next(block for block in PYTHON if text in block)
+
+
+def test_the_python_of_the_readme_carries_its_imports_and_names_only_what_exists() -> None:
+    for block in PYTHON:
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+        nodes = list(ast.walk(compile(block, "README.md", "exec", flags=flags)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known = {*dir(builtins), "__name__"} | {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+        for node in nodes:
+            if not isinstance(node, ast.keyword):  # an import, a definition, a parameter
+                known.add(getattr(node, "asname", None) or getattr(node, "name", None) or getattr(node, "arg", ""))
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] not in ("openai", "fastapi", "shop"):
+                module = importlib.import_module(node.module)  # which is not others', nor the reader's
+                assert all(hasattr(module, alias.name) for alias in node.names), block
+        assert {name.id for name in names} <= known, block
     functions = {name for name in apcore_mcp.__all__ if name.islower() and not name.startswith("_")}
     assert [name for name in functions - {"from_openai_name"} if f"{name}(" not in README] == []
-
-
-async def test_the_first_tool_of_the_readme_is_listed_and_does_what_is_said_there(project: Path) -> None:
-    async with connect(discover(project / "extensions")) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool(tool.name, {"text": "good morning"})
-    assert (tool.name, tool.description) == ("text.shout", "Write a text in capitals.")
-    assert json.dumps(result.structured_content) in README
 
 
 def test_the_class_that_the_readme_shows_stands_in_the_example() -> None:
@@ -223,16 +196,13 @@ def headings(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
+def test_every_link_of_the_readme_leads_somewhere_and_one_to_every_recipe() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", README)
     assert len(links) > 10
     for file, heading in links:
         target = ROOT / (file or "README.md")
         assert target.is_file(), file
         assert not heading or heading in headings(target), heading
-
-
-def test_every_recipe_is_named_in_the_readme() -> None:
     for heading in re.findall(r"^## (.+)$", RECIPES, re.MULTILINE):
         assert f"[{heading}](examples/operation.md#" in README
 
@@ -249,37 +219,23 @@ def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
         assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
 
 
-def test_each_snippet_of_the_readme_carries_its_imports() -> None:
-    for block in blocks("python"):
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
-        nodes = list(ast.walk(compile(block, "README.md", "exec", flags=flags)))
-        known = {*dir(builtins), "__name__"}
-        known |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-        known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
-        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler
-        known |= {str(node.name) for node in nodes if isinstance(node, defined)}
-        assert {node.id for node in nodes if isinstance(node, ast.Name)} <= known, block
-
-
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the first tool of the README, in which the program stands."""
     (tmp_path / "extensions").mkdir()
-    (tmp_path / "extensions" / "text.py").write_text(blocks("python")[0])
+    (tmp_path / "extensions" / "text.py").write_text(PYTHON[0])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def block_with(text: str) -> str:
-    return next(block for block in blocks("python") if text in block)
-
-
-def test_the_first_program_of_the_readme_serves_the_first_tool(project: Path) -> None:
-    (project / "program.py").write_text(blocks("python")[1])
+def test_the_first_program_of_the_readme_serves_the_first_tool_which_does_what_is_said_there(project: Path) -> None:
+    (project / "program.py").write_text(PYTHON[1])
     with RawClient([sys.executable, "program.py"], cwd=project) as client:
         client.initialize()
-        assert [tool["name"] for tool in client.request("tools/list", {})["result"]["tools"]] == ["text.shout"]
+        (tool,) = client.request("tools/list", {})["result"]["tools"]
+        assert (tool["name"], tool["description"]) == ("text.shout", "Write a text in capitals.")
+        called = client.request("tools/call", {"name": "text.shout", "arguments": {"text": "good morning"}})
+    assert json.dumps(called["result"]["structuredContent"]) in README
 
 
 def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Path) -> None:
@@ -295,17 +251,14 @@ def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Pa
 @pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])
 async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str, stateless: bool) -> None:
     registry, options = registry_of({"t.echo": echo}), {"port": free_port(), "stateless": stateless}
-    url = f"http://127.0.0.1:{options['port']}/mcp"
+    lost = pytest.raises(MCPError, match="Session not found")
     with contextlib.ExitStack() as old, contextlib.ExitStack() as new:
-        old.enter_context(serving(registry, **options))
-        async with Client(url, mode=mode, read_timeout_seconds=30) as client:
+        url = old.enter_context(serving(registry, **options))
+        async with Client(f"{url}/mcp", mode=mode, read_timeout_seconds=30) as client:
             await client.call_tool("t.echo", {})
             old.close()
             new.enter_context(serving(registry, **options))
-            if mode == HANDSHAKE and not stateless:
-                with pytest.raises(MCPError, match="Session not found"):
-                    await client.call_tool("t.echo", {})
-            else:
+            with lost if mode == HANDSHAKE and not stateless else contextlib.nullcontext():
                 assert not (await client.call_tool("t.echo", {})).is_error
 
 
@@ -313,7 +266,7 @@ async def test_a_conversation_with_openai_runs_as_the_readme_shows(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client is the one part that is not real: it calls the tool, and then says what it was told."""
-    function = SimpleNamespace(name="text-shout", arguments='{"text": "hi"}')
+    call = SimpleNamespace(id="1", function=SimpleNamespace(name="text-shout", arguments='{"text": "hi"}'))
 
     class AsyncOpenAI:
         def __init__(self) -> None:
@@ -322,10 +275,8 @@ async def test_a_conversation_with_openai_runs_as_the_readme_shows(
         async def create(self, *, model: str, messages: list[Any], tools: list[Any]) -> Any:
             assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
             told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
-            calls = None if told else [SimpleNamespace(id="1", function=function)]
-            message = {"role": "assistant"}
-            reply = type("Message", (dict,), {"content": told, "tool_calls": calls})(message)
-            return SimpleNamespace(choices=[SimpleNamespace(message=reply)])
+            reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [call]})
+            return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
 
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=AsyncOpenAI))  # type: ignore[arg-type]
     program: dict[str, Any] = {}
@@ -341,12 +292,11 @@ def test_the_flags_of_the_readme_are_those_of_the_command_line(
         main(["--help"])
     told = capsys.readouterr().out
     usage, _, details = told.partition("\noptions:")
-    entries = re.split(r"\n  (?=--)", details)[1:]
-    defaults = {entry.split()[0].strip(","): entry.rpartition("(default: ")[2].rstrip(")\n") for entry in entries}
+    defaults = dict(re.findall(r"\n  (--[a-z-]+)(?:(?!\n  --)[^\0])*?\(default: (.+)\)", details))
     rows = [[cell.strip() for cell in row.split("|")] for row in README.splitlines() if row.startswith("| `--")]
     shown = [flag for _, cell, *_ in rows for flag in re.findall(r"`(--[a-z-]+)", cell)]
     assert sorted(shown) == sorted(set(re.findall(r"--[a-z-]+", usage)))
     for _, cell, default, *_ in rows:
         assert all(choices in usage for choices in re.findall(r"{.+?}", cell))
-        flags, values = re.findall(r"`(--[a-z-]+)", cell), re.findall(r"`(.+?)`", default)
-        assert [defaults[flag] for flag, _ in zip(flags, values, strict=False)] == values
+        for flag, value in zip(re.findall(r"`(--[a-z-]+)", cell), re.findall(r"`(.+?)`", default), strict=False):
+            assert defaults[flag] == value
