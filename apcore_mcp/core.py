@@ -278,8 +278,8 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
         for name, value in options.items()
         if name not in _WITHOUT_EFFECT and not (name in _ONLY_OFF and value in (None, False))
     }
-    if "approval_handler" in options:
-        options.setdefault("approval", options.pop("approval_handler"))
+    if "approval" not in options and "approval_handler" in options:
+        options["approval"] = options.pop("approval_handler")
     try:
         made = _Options(*given, **options)
     except ValidationError as error:
@@ -1246,6 +1246,8 @@ class _Files:
                 with _left_out(path):
                     for module_id, *registration in self._define(path):
                         with _left_out(path):
+                            if self._registry.has(module_id):  # of classes, it would take another version
+                                raise ValueError(f"Module ID '{module_id}' is already registered")
                             self._registry.register(module_id, *registration)
                             self._made[module_id] = path
 
@@ -2753,6 +2755,8 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
                 continue
             try:
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                if not hasattr(message, "id") and "id" in json.loads(line):
+                    raise ValueError("It is no id, or this would be a request")
             except ValueError:
                 await write(_refusal(line))
                 continue

@@ -378,8 +378,8 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
         await outcome_of(client, "call")
         await outcome_of(client, "disk.wipe", {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "sda1"})
         await outcome_of(client, "call", {"odd": True})
-    assert asked.pop().message.endswith("\nArguments: ['disk', 'keys', 'login', 'odd']")
+    assert asked.pop().message.endswith("'login': '***REDACTED***', 'odd': '***REDACTED***'}")
     for question, disk in zip(asked, ("\\ud800", "sda1"), strict=True):
         assert question.message.startswith("Let disk.wipe run? It is annotated as destructive.")
-        hidden = "'keys': ['***REDACTED***'], 'login': {'password': '***REDACTED***'}"
+        hidden = "'keys': '***REDACTED***', 'login': '***REDACTED***'"
         assert question.message.endswith(f"\nArguments: {{'disk': '{disk}', {hidden}}}")

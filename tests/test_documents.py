@@ -105,7 +105,7 @@ class Inner(BaseModel):
 class Input(BaseModel):
     text: str = Field(description="A | B\\nC")
     kind: Literal["small", "large"]
-    day: date
+    day: date = Field(examples=["2025-01-31"])
     inner: Inner
     several: list[Inner]
     maybe: bool | None

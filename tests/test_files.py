@@ -148,21 +148,6 @@ def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_links_are_n
     assert caplog.text == ""
 
 
-def test_a_binding_never_gets_the_function_of_another_folders_file(
-    extensions: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Python imports one file of a name."""
-    for name in ("first", "second"):
-        (extensions / name).mkdir()
-        (extensions / name / "say.binding.yaml").write_text(bound(f"m.{name}", "_one_name:say"))
-        (extensions / name / "_one_name.py").write_text(f"def say() -> str: return '{name}'\n")
-    registry = discover(extensions)
-    assert Executor(registry).call("m.first", {}) == {"result": "first"}
-    assert not registry.has("m.second")
-    [warning] = [record.getMessage() for record in caplog.records if "say.binding.yaml is left out" in record.message]
-    assert f"{extensions / 'second' / '_one_name.py'}" in warning
-
-
 def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
     extensions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +199,7 @@ def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> Non
         status, stderr = client.end()
     assert status == 0
     assert b"hand.binding.yaml is left out" in stderr
-    assert b"hand/write.py is left out: it has to define one module class" in stderr
+    assert b"hand/write.py is left out: ImportError: it has to define one module class" in stderr
 
 
 # ---- The files below a registry's own directory, while it is served ----
