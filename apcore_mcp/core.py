@@ -273,11 +273,12 @@ _ONLY_OFF = "approval_handler authenticator strategy trace observability output_
 
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
-    options = {
-        name: value
-        for name, value in options.items()
-        if name not in _WITHOUT_EFFECT and not (name in _ONLY_OFF and value in (None, False))
-    }
+    unused = []
+    for name, value in list(options.items()):
+        is_off = value is None or value is False
+        if name in _WITHOUT_EFFECT or (is_off and name in _ONLY_OFF):
+            unused.append(name)
+            del options[name]
     if "approval" not in options and "approval_handler" in options:
         options["approval"] = options.pop("approval_handler")
     try:
@@ -289,6 +290,8 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
         raise TypeError(f"{door} {option}: {fault['msg']}{hint}") from None
     made.check()
     made.take_source()
+    if unused:
+        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
     return made
 
 
@@ -2356,21 +2359,25 @@ class _Bridge:
         return await self.catalog.offered(tools, _caller(getattr(ctx.request, "scope", {})))
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
-        # Or they would be promised, and there are none.
-        params.notifications.prompts_list_changed = params.notifications.resource_subscriptions = None
+        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
         if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
             asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     async def _announce(self) -> None:
-        """Tell clients of every change of the lists."""
-        from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
+        """Tell clients of every change of the lists, those of 2026-07-28 also which resource is another or gone."""
+        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
 
+        now = self._documented()
         while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
             self._changed.clear()
+            before = now
+            now = self._documented()
             await self._bus.publish(ToolsListChanged())
             await self._bus.publish(ResourcesListChanged())
+            for uri in dict(before.items() ^ now.items()):
+                await self._bus.publish(ResourceUpdated(uri))
             await asyncio.gather(*map(self._tell, self._followers))
 
     async def _tell(self, connection: Any) -> None:

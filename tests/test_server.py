@@ -33,7 +33,7 @@ from conftest import (
 )
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.server.subscriptions import ResourcesListChanged
+from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated
 from mcp.shared.exceptions import MCPError
 from mcp_types import ResourceListChangedNotification
 from support import (
@@ -327,6 +327,25 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         async with asyncio.timeout(20):  # also because the SDK's SSE client fails when it is told while it closes
             await told.wait()
         assert (await client.list_resources()).resources == []
+
+
+async def test_who_listens_for_a_resource_is_told_when_it_changes() -> None:
+    registry = registry_of({f"doc.{name}": documented(documentation="one") for name in "abc"})
+
+    def replace(name: str, text: str) -> None:
+        registry.unregister(f"doc.{name}")
+        registry.register(f"doc.{name}", documented(documentation=text))
+
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
+        client = await stack.enter_async_context(connect(registry))
+        events = await stack.enter_async_context(client.listen(resource_subscriptions=["docs://doc.a"]))
+        updated = (event.uri async for event in events if isinstance(event, ResourceUpdated))
+        replace("b", "two")  # nobody listens for it
+        replace("c", "two")
+        await client.list_tools()
+        for text in ("two", "three"):  # once or twice, as the module may be seen to be gone meanwhile
+            replace("a", text)
+            assert await anext(updated) == "docs://doc.a"
 
 
 @pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")

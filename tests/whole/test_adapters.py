@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,18 @@ async def test_a_server_with_the_options_that_an_adapter_passes_lists_and_runs(
         assert not (await client.call_tool("demo.echo", {"text": "hello"})).is_error
 
 
+def test_options_that_change_nothing_are_told_in_one_debug_line(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "apcore_mcp"):
+        MCPServer(registry, **FLASK_ALL, **OFF)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == (
+        "MCPServer: without effect here: authenticator, exempt_paths, explorer_project_name, explorer_project_url,"
+        " explorer_title, observability, output_format, require_auth, strategy, trace"
+    )
+
+
 async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
     modules = {"demo.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))}
     asks, (yes, _) = apcore_mcp.ElicitationApprovalHandler(), asking(accept(approve=True))
@@ -68,6 +81,7 @@ def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
 def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
+        ({"trace": 0}, "trace: Unexpected keyword argument"),  # which is not quite False
         ({"authenticator": object()}, r".*authenticator.*middleware="),
         ({"approval": "deny", "approval_handler": "off"}, "approval_handler: Unexpected keyword argument"),
         ({"approval_handler": 3}, "approval"),
