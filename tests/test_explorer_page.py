@@ -381,18 +381,25 @@ def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> N
     expect(run(page)).to_contain_text('customer: "Bo"')
 
 
-def test_half_written_json_is_never_run_as_something_else(show: Show) -> None:
-    page = show(objects(any={"description": "Any value"}, n=INTEGER))
-    page.get_by_label("n integer").fill("4")
-    page.get_by_label("any").fill('{"a": ')
+def test_half_written_json_is_never_run_nor_a_secret_of_any_type_shown(show: Show) -> None:
+    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
+    secret = {"x-sensitive": True, "description": "Any value"}
+    page = show(objects(pin=pin, key=key, any=secret, pins={"type": "array", "items": pin}))
+    page.get_by_role("button", name="Add to pins").click()
+    for label in ("pin integer", "key string", "any any", "pins 1 integer"):
+        control = page.get_by_label(label, exact=False).first
+        assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
+    page.get_by_role("button", name="Remove pins 1").click()
+    page.get_by_label("any any").fill("hunter2")
     page.get_by_role("button", name="JSON", exact=True).click()
     refused(page)
-    expect(page.get_by_label("any")).to_be_focused()
-    expect(page.get_by_label("any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
+    expect(page.get_by_label("any any")).to_be_focused()
+    expect(page.get_by_label("any any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
+    assert "hunter2" not in page.locator("body").inner_text()
     page.get_by_text("curl", exact=True).click()
     expect(page.get_by_text("curl -sS")).to_have_count(0)
-    page.get_by_label("any").fill('{"a": 1}')
-    assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 4}
+    page.get_by_label("any any").fill('{"a": 1}')
+    assert json.loads(sent(page))["any"] == {"a": 1}
     expect(page.get_by_text("curl -sS")).to_be_visible()
 
 
@@ -417,39 +424,31 @@ def test_errors_stand_at_their_fields_however_these_are_called(show: Show) -> No
     expect(page.locator("[aria-invalid=true]")).to_have_count(0)
 
 
-def test_examples_fill_the_form_and_documentation_is_shown(show: Show) -> None:
-    examples = [ModuleExample(title=f"Number {n}", inputs={"n": n}) for n in (1, 2)]
-    documentation = "# How\n\nWith **care** and `sku`."
-    page = show(objects(n={"type": "integer", "title": "Size"}), examples=examples, documentation=documentation)
-    expect(page.get_by_role("heading", name="How")).to_be_visible()
-    expect(page.get_by_text("care", exact=True)).to_be_visible()
-    page.get_by_text("Input schema").click()
-    expect(page.get_by_text('"title": "Size"')).to_be_visible()
-    chosen = page.get_by_label("Fill in an example")
-    chosen.press("ArrowDown")
-    chosen.press("ArrowDown")
-    assert arguments(page) == {"n": 2}
-    expect(chosen.locator("option:checked")).to_have_text("Number 2")
-    page.get_by_label("n integer").fill("3")
-    expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
-
-
-def test_every_text_keeps_its_lines(show: Show) -> None:
+def test_examples_fill_the_form_as_they_are_and_every_text_keeps_its_lines(show: Show) -> None:
     lines = "SELECT 1 -- one\nFROM t\n"
     given = {"query": lines, "key": lines, "note": "a\r\nb", "steps": [lines, "b"], "names": {"a": lines, "": "c"}}
     schema = objects(
         "query",
-        query=STRING,
+        query={**STRING, "title": "SQL"},
         key={**STRING, "x-sensitive": True},
         note={"anyOf": [{**STRING, "format": "uri"}, {"type": "null"}]},
         steps={"type": "array", "items": STRING},
         names={"type": "object", "additionalProperties": STRING},
         limit=INTEGER,
     )
-    page = show(schema, examples=[ModuleExample(title="Lines", inputs=given)])
-    page.get_by_label("Fill in an example").select_option("Lines")
+    examples = [ModuleExample(title=title, inputs=given) for title in ("Few", "Lines")]
+    page = show(schema, examples=examples, documentation="# How\n\nWith **care** and `sku`.")
+    expect(page.get_by_role("heading", name="How")).to_be_visible()
+    expect(page.get_by_text("care", exact=True)).to_be_visible()
+    page.get_by_text("Input schema").click()
+    expect(page.get_by_text('"title": "SQL"')).to_be_visible()
+    chosen = page.get_by_label("Fill in an example")
+    chosen.press("ArrowDown")
+    chosen.press("ArrowDown")
+    expect(chosen.locator("option:checked")).to_have_text("Lines")
     assert json.loads(sent(page)) == given
     page.get_by_label("limit").fill("3")
+    expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
     for label in ("query", "key", "note"):
         page.get_by_label(re.compile(f"^{label} ")).fill("x\ny")
     page.get_by_role("textbox", name="steps 2").fill("s\nt")
@@ -458,40 +457,23 @@ def test_every_text_keeps_its_lines(show: Show) -> None:
     assert json.loads(sent(page)) == {**given, **changed}
 
 
-def test_a_secret_of_any_type_is_not_shown(show: Show) -> None:
-    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
-    page = show(objects(pin=pin, key=key, any={"x-sensitive": True}, pins={"type": "array", "items": pin}))
-    page.get_by_role("button", name="Add to pins").click()
-    for label in ("pin integer", "key string", "any any", "pins 1 integer"):
-        control = page.get_by_label(label, exact=False).first
-        assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
-    page.get_by_label("any any").fill("hunter2")
-    refused(page)
-    expect(page.get_by_label("any any")).to_have_accessible_description(re.compile("no JSON"))
-    assert "hunter2" not in page.locator("body").inner_text()
-
-
 def test_a_null_stays_null_until_somebody_edits_it(show: Show) -> None:
-    def or_null(*kinds: Any, **rest: Any) -> dict[str, Any]:
-        return {"anyOf": [*kinds, {"type": "null"}], **rest}
-
+    null = {"type": "null"}
     schema = objects(
         "must object either",
-        must=or_null({"type": "array", "items": INTEGER}),
-        object=or_null({"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}),
-        either={"oneOf": [{"const": "x"}, INTEGER, {"type": "null"}]},
-        map=or_null({"type": "object", "additionalProperties": INTEGER}),
-        number=or_null(NUMBER, default=1),
+        must={"anyOf": [{"type": "array", "items": INTEGER}, null]},
+        object={"anyOf": [{"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}, null]},
+        either={"oneOf": [{"const": "x"}, INTEGER, null]},
+        number={"anyOf": [NUMBER, null], "default": 1},
         other=STRING,
     )
     page = show(schema)
     assert arguments(page) == {"must": [], "object": {"a": 7}, "either": "x", "number": 1}
-    given = dict.fromkeys(("must", "object", "either", "map", "number"))
+    given = dict.fromkeys(("must", "object", "either", "number"))
     write_json(page, json.dumps(given))
     assert json.loads(sent(page)) == given
-    expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
     notes = page.get_by_role("form", name="Arguments").get_by_text(re.compile("null"))
-    expect(notes.locator("visible=true")).to_have_count(5)
+    expect(notes.locator("visible=true")).to_have_count(4)
     page.get_by_label("other").fill("text")
     page.get_by_role("button", name="Add to must").click()
     page.get_by_role("textbox", name="must 1").fill("5")
@@ -540,12 +522,16 @@ def test_what_is_left_out_and_what_the_form_does_not_know_is_shown_as_such(show:
     assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}, "pick": {"n": 1}}
 
 
-def test_every_entry_of_a_map_is_data(show: Show) -> None:
-    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}))
-    text = '{"map":{"":1,"__proto__":2,"constructor":3,"toString":4}}'
-    write_json(page, text)
+def test_every_entry_of_a_map_is_data_and_every_digit_of_a_number_is_kept(show: Show) -> None:
+    limit = {"type": "integer", "maximum": 2**60 + 1}
+    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}, n=NUMBER, m=NUMBER, limit=limit))
+    expect(page.get_by_text(f"≤ {2**60 + 1}")).to_be_visible()
+    write_json(page, '{"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}}')
     page.get_by_role("textbox", name="constructor").fill("5")
-    assert sent(page).replace("\n", "").replace(" ", "") == text.replace("3", "5")
+    page.get_by_label("n number").fill("1e400")
+    page.get_by_label("m number").fill("0.12345678901234567890")
+    expected = '{"map":{"":1,"__proto__":2,"constructor":5,"toString":4},"n":1e400,"m":0.12345678901234567890}'
+    assert "".join(sent(page).split()) == expected
     page.get_by_role("button", name="Add an entry").click()
     expect(refused(page)).to_contain_text("empty")
     page.get_by_label("Name").last.fill("constructor")
@@ -553,27 +539,15 @@ def test_every_entry_of_a_map_is_data(show: Show) -> None:
     expect(refused(page)).to_contain_text("constructor")
 
 
-def test_numbers_keep_all_their_digits(show: Show) -> None:
-    big = 2**60 + 1
-    page = show(objects(n=NUMBER, m=NUMBER, limited={"type": "integer", "maximum": big, "default": big}))
-    expect(page.get_by_text(f"≤ {big}")).to_be_visible()
-    page.get_by_label("n number").fill("1e400")
-    page.get_by_label("m number").fill("0.12345678901234567890")
-    assert sent(page).split() == f'{{ "n": 1e400, "m": 0.12345678901234567890, "limited": {big} }}'.split()
-
-
-def test_a_tool_that_names_no_arguments_takes_any(show: Show) -> None:
-    page = show({"type": "object"})
+def test_a_tool_that_names_no_arguments_takes_any_or_says_that_it_takes_none(show: Show, registry: Registry) -> None:
+    page = show({**NOTHING, "additionalProperties": False})
+    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
+    assert sent(page) == "{}"
+    opened(page, page.url.partition("/explorer")[0], "shop.look")
     expect(page.get_by_role("button", name="Add an entry")).to_be_visible()
     write_json(page, '{"a": 1}')
     page.get_by_label("a any").fill("55")
     assert json.loads(sent(page)) == {"a": 55}
-
-
-def test_a_tool_without_arguments_says_so(show: Show) -> None:
-    page = show({**NOTHING, "additionalProperties": False})
-    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
-    assert sent(page) == "{}"
 
 
 def test_choices_that_read_alike_are_told_apart(show: Show) -> None:
@@ -615,10 +589,10 @@ def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) 
         registry.unregister("t.one")
         registry.register("t.one", FunctionalModule(echo, input_schema=asks_for(*names)))
         refresh(page)
+        expect(page.get_by_label(f"{names[-1]} string")).to_be_attached()
 
     page = show(asks_for("c"))
     asks_now_for("a", "b")
-    expect(page.get_by_label("b string")).to_have_value("B")
     assert arguments(page) == {"a": "A", "b": "B"}, "nothing was typed, so the new defaults hold"
     page.get_by_label("a string").fill("typed")
     expect(run(page)).to_contain_text("typed")
@@ -626,13 +600,10 @@ def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) 
     expect(page.get_by_label("a string")).to_have_value("typed")
     expect(page.get_by_role("region", name="Result")).to_contain_text("typed")
     asks_now_for("a", "new")
-    expect(page.get_by_label("new string")).to_be_visible()
     assert arguments(page) == {"a": "typed", "b": "B"}, "what was sent before"
     write_json(page, '{"a": "half')
     asks_now_for("a", "newer")
-    expect(page.get_by_label("newer string")).to_be_attached()
     expect(page.get_by_label("Arguments as JSON")).to_have_value('{"a": "half')
-    expect(page.get_by_label("Arguments as JSON")).to_be_visible()
     refused(page)
 
 
@@ -656,7 +627,7 @@ def test_pictures_sound_and_files_are_shown_as_themselves(page: Page, url: str) 
         link.evaluate("link => { location.href = link.href; }")
 
 
-def test_a_large_result_opens_piece_by_piece_and_a_text_is_shown_in_its_lines(page: Page, url: str) -> None:
+def test_a_large_result_opens_piece_by_piece_and_a_text_has_its_lines(page: Page, url: str) -> None:
     opened(page, url, "shop.big")
     result = run(page)
     expect(result).to_contain_text("id: 1152921504606846977")
@@ -929,20 +900,20 @@ def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
         assert {urlsplit(each).netloc for each in requests if not each.startswith("data:")} == {urlsplit(url).netloc}
 
 
+SMUGGLED = """(evil) => {
+    const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
+    script.textContent = "window.pwned = 1";
+    document.body.append(box, script);
+    box.innerHTML = evil;
+}"""
+
+
 def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) -> None:
     opened(page, url, "shop.look")
-    page.evaluate(
-        """async (evil) => {
-            const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
-            script.textContent = "window.pwned = 1";
-            document.body.append(box, script);
-            box.innerHTML = evil;
-            await fetch("http://127.0.0.1:9/").catch(() => 0);
-        }""",
-        EVIL,
-    )
-    page.evaluate("document.body.append(Object.assign(new Image(), { src: 'http://127.0.0.1:9/x.png' }))")
-    page.wait_for_function("window.violated?.endsWith('/x.png')")
+    page.evaluate(SMUGGLED, EVIL)
+    for sends in ("fetch('http://127.0.0.1:9/0').catch(() => 0)", "new Image().src = 'http://127.0.0.1:9/1'"):
+        page.evaluate(sends)
+        page.wait_for_function("end => window.violated?.endsWith(end)", arg=f":9/{int('Image' in sends)}")
     assert page.evaluate("window.pwned") is None
 
 
@@ -951,37 +922,22 @@ def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) 
 ATTACK = (PAGES / "attack.js").read_text()
 
 
-@pytest.fixture
-def ran(show: Show) -> list[Any]:
-    """What `t.one` ran with."""
+def test_neither_a_page_of_another_origin_nor_a_rebound_name_can_run_or_read(show: Show, url: str, many: str) -> None:
     runs: list[Any] = []
 
     def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         runs.append(inputs)
         return {}
 
-    show(NOTHING, touch, description="SECRET")
-    return runs
-
-
-def only_its_own_ran(page: Page, url: str, ran: list[Any]) -> None:
-    """The Explorer's own call comes after all of an attack: nothing of that is still on its way."""
-    opened(page, url, "t.one")
-    expect(run(page)).to_contain_text("{0}")
-    assert ran == [{}]
-
-
-def test_a_page_of_another_origin_can_neither_run_nor_read(page: Page, url: str, many: str, ran: list[Any]) -> None:
+    page = show(NOTHING, touch, description="SECRET")
     page.goto(urljoin(many, "/health"))  # a page without a policy of its own, on another port
     assert page.evaluate(ATTACK, url).replace("null", "") == ""
-    only_its_own_ran(page, url, ran)
-
-
-def test_a_rebound_name_can_neither_run_nor_read(page: Page, url: str, ran: list[Any]) -> None:
     rebound = f"http://{REBOUND}:{urlsplit(url).port}"
     answer = page.goto(f"{rebound}/explorer/")
     assert answer is not None
     assert answer.status in (403, 421)
     seen = page.evaluate(ATTACK, rebound)
     assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
-    only_its_own_ran(page, url, ran)
+    opened(page, url, "t.one")  # and its own call comes after all of that: nothing is still on its way
+    expect(run(page)).to_contain_text("{0}")
+    assert runs == [{}]
