@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -22,7 +22,7 @@ from apcore import ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
-from playwright.sync_api import Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Locator, Page, Request, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
@@ -61,7 +61,6 @@ ORDER = objects(
     note={"anyOf": [STRING, {"type": "null"}], "default": None},
     address=objects("city", city=STRING, zip=STRING),
     lines={"type": "array", "items": objects("sku", sku=STRING)},
-    prices={"type": "object", "additionalProperties": NUMBER},
     pay={"oneOf": [CARD, INVOICE]},
 )
 
@@ -72,30 +71,24 @@ def media(media_type: str) -> dict[str, Any]:
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
-FILES = {"picture": PNG, "sound": base64.b64encode(WAVE).decode(), "page": "PGI+", "n": 3}
+FILES = {"picture": PNG, "sound": base64.b64encode(WAVE).decode(), "page": "PGI+", "n": 2**60 + 1}
+FILES |= {"rows": list(range(10_000)), "text": "one\ntwo\n\tthree", "short": 'say "x"'}
 SHOWN = objects(picture=media("image/png"), sound=media("audio/wav"), page=media("text/html"), n=INTEGER)
 
 
-async def pieces(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-    yield dict(inputs)
-
-
 MODULES = {
-    "shop.order": FunctionalModule(
-        lambda inputs, context: {"given": inputs},
-        input_schema=ORDER,
-        description="Orders something.\nIn one go.",
-    ),
+    "shop.order": FunctionalModule(lambda inputs, context: {"given": inputs}, input_schema=ORDER),
     "shop.remove": FunctionalModule(echo, annotations=ModuleAnnotations(destructive=True, requires_approval=True)),
-    "shop.look": FunctionalModule(
-        echo, stream=pieces, description="Looks only", annotations=ModuleAnnotations(readonly=True, streaming=True)
-    ),
+    "shop.look": FunctionalModule(echo, description="Looks only", annotations=ModuleAnnotations(readonly=True)),
     "shop.files": gives(FILES, output_schema=SHOWN),
-    "shop.big": gives({"rows": list(range(10_000)), "id": 2**60 + 1, "text": "one\ntwo\n\tthree", "short": 'say "x"'}),
 }
 
 problems: list[str] = []
-posted: list[str] = []
+asked: list[Request] = []
+
+
+def posted() -> list[str]:
+    return [request.url for request in asked if request.method == "POST"]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +100,7 @@ def the_page() -> Iterator[Page]:
         context.set_default_timeout(20_000)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: posted.append(request.url) if request.method == "POST" else None)
+        page.on("request", lambda request: asked.append(request))  # playwright marks what it calls
         page.add_init_script("addEventListener('securitypolicyviolation', (e) => { window.violated = e.blockedURI; })")
         yield page
         browser.close()
@@ -116,9 +109,8 @@ def the_page() -> Iterator[Page]:
 @pytest.fixture
 def page(the_page: Page) -> Iterator[Page]:
     """The page, empty; at the end of the test it may have had no error of its own."""
-    if the_page.viewport_size != WIDE:
-        the_page.set_viewport_size(WIDE)
-    posted.clear()
+    the_page.set_viewport_size(WIDE)
+    asked.clear()
     problems.clear()
     yield the_page
     the_page.unroute_all()
@@ -187,11 +179,11 @@ def sent(page: Page) -> str:
 
 def refused(page: Page) -> Locator:
     """Presses Run, which must send nothing; the sentence beside it."""
-    before = [*posted]
+    before = posted()
     run(page)
     sentence = page.get_by_role("main").get_by_role("status")
     expect(sentence).to_contain_text("Not run")
-    assert posted == before
+    assert posted() == before
     return sentence
 
 
@@ -207,15 +199,13 @@ def refresh(page: Page) -> None:
 def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     page.goto(f"{url}/explorer/")
     tools = page.get_by_role("navigation", name="Tools")
-    expect(tools.get_by_role("link")).to_have_count(5)
-    expect(tools.get_by_role("status")).to_have_text("5 tools")
+    expect(tools.get_by_role("link")).to_have_count(4)
+    expect(tools.get_by_role("status")).to_have_text("4 tools")
     expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("destructive")
     expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("needs approval")
     expect(tools.get_by_role("link", name="shop.look")).to_contain_text("read-only")
-    expect(tools.get_by_role("link", name="shop.look")).to_contain_text("streaming")
     page.get_by_label("Search tools").fill("looks ONLY")
-    expect(tools.get_by_role("link")).to_have_count(1)
-    expect(tools.get_by_role("status")).to_have_text("1 of 5 tools")
+    expect(tools.get_by_role("status")).to_have_text("1 of 4 tools")
     tools.get_by_role("link").click()
     expect(page).to_have_url(re.compile(r"#shop\.look$"))
     expect(page).to_have_title(re.compile("^shop.look .+ Tool Explorer$"))
@@ -226,12 +216,6 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
-DIRECT_CALL = """() => {
-    const headers = { "Content-Type": "application/json" };
-    return fetch("tools/shop.look/call", { method: "POST", headers, body: "{}" }).then((response) => response.status);
-}"""
-
-
 def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is_there(page: Page) -> None:
     options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
     with serving(registry_of(MODULES), explorer=True, **options) as url:
@@ -239,7 +223,7 @@ def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is
         page.goto(f"{url}/a/b/")
         greeting = page.get_by_role("main")
         expect(greeting.get_by_role("heading", level=2)).to_have_text("House")
-        expect(greeting).to_contain_text("version 2.1 · 5 tools · streamable HTTP")
+        expect(greeting).to_contain_text("version 2.1 · 4 tools · streamable HTTP")
         expect(greeting.get_by_text(f"{url}/mcp", exact=True)).to_be_visible()
         greeting.get_by_text("As JSON").click()
         entry = {"mcpServers": {"House": {"type": "http", "url": f"{url}/mcp"}}}
@@ -254,7 +238,7 @@ def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is
         page.get_by_label("customer").fill("Ann")
         page.keyboard.press("Control+Enter")
         assert arguments(page)["customer"] == "Ann"
-        assert page.evaluate(DIRECT_CALL) == 403
+        assert posted() == []
 
 
 def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
@@ -271,7 +255,6 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -
         registry.register("not.there", FunctionalModule(echo))
         page.get_by_role("button", name="Refresh").click()
         expect(page.get_by_role("heading", name="not.there")).to_be_visible()
-        page.goto(f"{url}/explorer/#")
     page.get_by_role("link", name="not.there").click()
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
     page.get_by_role("button", name="Refresh").click()
@@ -282,12 +265,12 @@ def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -
 def many() -> Iterator[str]:
     """The page of eighty tools in eight groups; their titles are in another order than their ids."""
 
-    def act(number: int) -> FunctionalModule:
-        described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
-        return FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
-
-    groups = "billing crm files mail orders reports search users".split()
-    modules = {f"{group}.act_{number}": act(number) for group in groups for number in range(10)}
+    modules = {}
+    for group in "billing crm files mail orders reports search users".split():
+        for number in range(10):
+            described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
+            module = FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
+            modules[f"{group}.act_{number}"] = module
     with serving(registry_of(modules), explorer=True) as url:
         yield f"{url}/explorer/"
 
@@ -306,17 +289,12 @@ def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(pa
     assert links.locator("strong").all_inner_texts() == [f"Work {n}" for n in range(10)]
     page.keyboard.press("ArrowDown")
     expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
-    page.keyboard.press("ArrowUp")
-    page.get_by_role("button", name="Refresh").click()
-    expect(links).to_have_count(10)
     groups.filter(has_text="crm").click()
     expect(links).to_have_count(0)
     search.fill("act_3")
     expect(links).to_have_count(8)
     search.fill("")
     expect(links).to_have_count(0)
-    page.goto(f"{many}#mail.act_4")
-    expect(links).to_have_count(10)
     page.get_by_label("Tag").select_option("read")
     expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
     search.fill("mail")
@@ -339,31 +317,22 @@ def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str)
     page.get_by_label("city").fill("Ulm")
     page.get_by_role("button", name="Add to lines").click()
     page.get_by_label("sku").fill("A1")
-    page.get_by_label("Include prices").check()
-    page.get_by_role("button", name="Add an entry").click()
-    page.get_by_label("Name").fill("EUR")
-    page.get_by_label("value").fill("1.5")
     page.get_by_label("Include pay").check()
     page.get_by_label("Kind of pay").select_option("Invoice")
     page.get_by_label("days").fill("30")
     expected = {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28"}
-    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "prices": {"EUR": 1.5}}
+    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}]}
     assert arguments(page) == {**expected, "pay": {"kind": "invoice", "days": 30}}
     changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
     changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
     write_json(page, json.dumps(changed))
-    expect(page.get_by_label("customer")).to_have_value("Bo")
-    expect(page.get_by_label("count")).to_have_value("")
-    expect(page.get_by_label("sku")).to_have_count(2)
-    expect(page.get_by_label("number string")).to_have_value("4")
+    for label, value in (("customer", "Bo"), ("count", ""), ("number string", "4")):
+        expect(page.get_by_label(label)).to_have_value(value)
     page.get_by_label("zip").fill("53111")
     page.get_by_role("button", name="Remove lines 1").click()
     changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
     assert arguments(page) == changed, "what the form does not know is kept, and so is every digit"
-    result = run(page)
-    result.get_by_text("address: {3}").click()
-    expect(result).to_contain_text('city: "Bonn"')
-    expect(result).to_contain_text("extra: 1152921504606846977")
+    assert json.loads(sent(page)) == changed
 
 
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
@@ -371,28 +340,33 @@ def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> N
     box = page.get_by_label("Arguments as JSON")
     for text, told in (('{"customer": "Bo"', "no JSON.+position 17"), ("[1]", "an object"), ("", "an object")):
         write_json(page, text)
-        expect(page.get_by_role("form", name="Arguments")).to_be_hidden()
         expect(box).to_have_value(text)
         expect(box).to_have_accessible_description(re.compile(told))
     refused(page)
     expect(box).to_be_focused()
     write_json(page, '{"customer": "Bo", "address": {"city": "Ulm"}}')
     expect(box).to_be_hidden()
-    expect(run(page)).to_contain_text('customer: "Bo"')
 
 
-def test_half_written_json_is_never_run_as_something_else(show: Show) -> None:
-    page = show(objects(any={"description": "Any value"}, n=INTEGER))
-    page.get_by_label("n integer").fill("4")
-    page.get_by_label("any").fill('{"a": ')
+def test_half_written_json_is_never_run_nor_a_secret_of_any_type_shown(show: Show) -> None:
+    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
+    secret = {"x-sensitive": True, "description": "Any value"}
+    page = show(objects(pin=pin, key=key, any=secret, pins={"type": "array", "items": pin}))
+    page.get_by_role("button", name="Add to pins").click()
+    for label in ("pin integer", "key string", "any any", "pins 1 integer"):
+        control = page.get_by_label(label, exact=False).first
+        assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
+    page.get_by_role("button", name="Remove pins 1").click()
+    page.get_by_label("any any").fill("hunter2")
     page.get_by_role("button", name="JSON", exact=True).click()
     refused(page)
-    expect(page.get_by_label("any")).to_be_focused()
-    expect(page.get_by_label("any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
+    expect(page.get_by_label("any any")).to_be_focused()
+    expect(page.get_by_label("any any")).to_have_accessible_description(re.compile("Any value .+no JSON"))
+    assert "hunter2" not in page.locator("body").inner_text()
     page.get_by_text("curl", exact=True).click()
     expect(page.get_by_text("curl -sS")).to_have_count(0)
-    page.get_by_label("any").fill('{"a": 1}')
-    assert json.loads(sent(page)) == {"any": {"a": 1}, "n": 4}
+    page.get_by_label("any any").fill('{"a": 1}')
+    assert json.loads(sent(page))["any"] == {"a": 1}
     expect(page.get_by_text("curl -sS")).to_be_visible()
 
 
@@ -402,12 +376,11 @@ def test_errors_stand_at_their_fields_however_these_are_called(show: Show) -> No
     customer, count, dotted = (page.get_by_label(label) for label in ("customer", "count", "c.d"))
     expect(page.get_by_role("group", name=re.compile("^a.b"))).to_have_accessible_description("Where to")
     count.fill("ten")
-    page.get_by_label("city").fill("Ulm")
     expect(run(page)).to_contain_text("Input validation failed:")
     expect(count).to_have_accessible_description(re.compile("integer"))
     for field in (customer, count, dotted):
         expect(field).to_have_attribute("aria-invalid", "true")
-    expect(page.locator("[aria-invalid=true]")).to_have_count(3)
+    expect(page.get_by_label("city")).not_to_have_attribute("aria-invalid", "true")
     expect(customer).to_be_focused()
     count.fill("2")
     expect(count).not_to_have_attribute("aria-invalid", "true")
@@ -417,39 +390,31 @@ def test_errors_stand_at_their_fields_however_these_are_called(show: Show) -> No
     expect(page.locator("[aria-invalid=true]")).to_have_count(0)
 
 
-def test_examples_fill_the_form_and_documentation_is_shown(show: Show) -> None:
-    examples = [ModuleExample(title=f"Number {n}", inputs={"n": n}) for n in (1, 2)]
-    documentation = "# How\n\nWith **care** and `sku`."
-    page = show(objects(n={"type": "integer", "title": "Size"}), examples=examples, documentation=documentation)
-    expect(page.get_by_role("heading", name="How")).to_be_visible()
-    expect(page.get_by_text("care", exact=True)).to_be_visible()
-    page.get_by_text("Input schema").click()
-    expect(page.get_by_text('"title": "Size"')).to_be_visible()
-    chosen = page.get_by_label("Fill in an example")
-    chosen.press("ArrowDown")
-    chosen.press("ArrowDown")
-    assert arguments(page) == {"n": 2}
-    expect(chosen.locator("option:checked")).to_have_text("Number 2")
-    page.get_by_label("n integer").fill("3")
-    expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
-
-
-def test_every_text_keeps_its_lines(show: Show) -> None:
+def test_examples_fill_the_form_as_they_are_and_every_text_keeps_its_lines(show: Show) -> None:
     lines = "SELECT 1 -- one\nFROM t\n"
     given = {"query": lines, "key": lines, "note": "a\r\nb", "steps": [lines, "b"], "names": {"a": lines, "": "c"}}
     schema = objects(
         "query",
-        query=STRING,
+        query={**STRING, "title": "SQL"},
         key={**STRING, "x-sensitive": True},
         note={"anyOf": [{**STRING, "format": "uri"}, {"type": "null"}]},
         steps={"type": "array", "items": STRING},
         names={"type": "object", "additionalProperties": STRING},
         limit=INTEGER,
     )
-    page = show(schema, examples=[ModuleExample(title="Lines", inputs=given)])
-    page.get_by_label("Fill in an example").select_option("Lines")
+    examples = [ModuleExample(title=title, inputs=given) for title in ("Few", "Lines")]
+    page = show(schema, examples=examples, documentation="# How\n\nWith **care** and `sku`.")
+    expect(page.get_by_role("heading", name="How")).to_be_visible()
+    expect(page.get_by_text("care", exact=True)).to_be_visible()
+    page.get_by_text("Input schema").click()
+    expect(page.get_by_text('"title": "SQL"')).to_be_visible()
+    chosen = page.get_by_label("Fill in an example")
+    chosen.press("ArrowDown")
+    chosen.press("ArrowDown")
+    expect(chosen.locator("option:checked")).to_have_text("Lines")
     assert json.loads(sent(page)) == given
     page.get_by_label("limit").fill("3")
+    expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
     for label in ("query", "key", "note"):
         page.get_by_label(re.compile(f"^{label} ")).fill("x\ny")
     page.get_by_role("textbox", name="steps 2").fill("s\nt")
@@ -458,40 +423,23 @@ def test_every_text_keeps_its_lines(show: Show) -> None:
     assert json.loads(sent(page)) == {**given, **changed}
 
 
-def test_a_secret_of_any_type_is_not_shown(show: Show) -> None:
-    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
-    page = show(objects(pin=pin, key=key, any={"x-sensitive": True}, pins={"type": "array", "items": pin}))
-    page.get_by_role("button", name="Add to pins").click()
-    for label in ("pin integer", "key string", "any any", "pins 1 integer"):
-        control = page.get_by_label(label, exact=False).first
-        assert control.evaluate("box => getComputedStyle(box).webkitTextSecurity") == "disc", label
-    page.get_by_label("any any").fill("hunter2")
-    refused(page)
-    expect(page.get_by_label("any any")).to_have_accessible_description(re.compile("no JSON"))
-    assert "hunter2" not in page.locator("body").inner_text()
-
-
 def test_a_null_stays_null_until_somebody_edits_it(show: Show) -> None:
-    def or_null(*kinds: Any, **rest: Any) -> dict[str, Any]:
-        return {"anyOf": [*kinds, {"type": "null"}], **rest}
-
+    null = {"type": "null"}
     schema = objects(
         "must object either",
-        must=or_null({"type": "array", "items": INTEGER}),
-        object=or_null({"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}),
-        either={"oneOf": [{"const": "x"}, INTEGER, {"type": "null"}]},
-        map=or_null({"type": "object", "additionalProperties": INTEGER}),
-        number=or_null(NUMBER, default=1),
+        must={"anyOf": [{"type": "array", "items": INTEGER}, null]},
+        object={"anyOf": [{"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}, null]},
+        either={"oneOf": [{"const": "x"}, INTEGER, null]},
+        number={"anyOf": [NUMBER, null], "default": 1},
         other=STRING,
     )
     page = show(schema)
     assert arguments(page) == {"must": [], "object": {"a": 7}, "either": "x", "number": 1}
-    given = dict.fromkeys(("must", "object", "either", "map", "number"))
+    given = dict.fromkeys(("must", "object", "either", "number"))
     write_json(page, json.dumps(given))
     assert json.loads(sent(page)) == given
-    expect(page.get_by_label("number")).to_have_accessible_description(re.compile("null"))
     notes = page.get_by_role("form", name="Arguments").get_by_text(re.compile("null"))
-    expect(notes.locator("visible=true")).to_have_count(5)
+    expect(notes.locator("visible=true")).to_have_count(4)
     page.get_by_label("other").fill("text")
     page.get_by_role("button", name="Add to must").click()
     page.get_by_role("textbox", name="must 1").fill("5")
@@ -540,12 +488,16 @@ def test_what_is_left_out_and_what_the_form_does_not_know_is_shown_as_such(show:
     assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}, "pick": {"n": 1}}
 
 
-def test_every_entry_of_a_map_is_data(show: Show) -> None:
-    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}))
-    text = '{"map":{"":1,"__proto__":2,"constructor":3,"toString":4}}'
-    write_json(page, text)
+def test_every_entry_of_a_map_is_data_and_every_digit_of_a_number_is_kept(show: Show) -> None:
+    limit = {"type": "integer", "maximum": 2**60 + 1}
+    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}, n=NUMBER, m=NUMBER, limit=limit))
+    expect(page.get_by_text(f"≤ {2**60 + 1}")).to_be_visible()
+    write_json(page, '{"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}}')
     page.get_by_role("textbox", name="constructor").fill("5")
-    assert sent(page).replace("\n", "").replace(" ", "") == text.replace("3", "5")
+    page.get_by_label("n number").fill("1e400")
+    page.get_by_label("m number").fill("0.12345678901234567890")
+    expected = '{"map":{"":1,"__proto__":2,"constructor":5,"toString":4},"n":1e400,"m":0.12345678901234567890}'
+    assert "".join(sent(page).split()) == expected
     page.get_by_role("button", name="Add an entry").click()
     expect(refused(page)).to_contain_text("empty")
     page.get_by_label("Name").last.fill("constructor")
@@ -553,50 +505,20 @@ def test_every_entry_of_a_map_is_data(show: Show) -> None:
     expect(refused(page)).to_contain_text("constructor")
 
 
-def test_numbers_keep_all_their_digits(show: Show) -> None:
-    big = 2**60 + 1
-    page = show(objects(n=NUMBER, m=NUMBER, limited={"type": "integer", "maximum": big, "default": big}))
-    expect(page.get_by_text(f"≤ {big}")).to_be_visible()
-    page.get_by_label("n number").fill("1e400")
-    page.get_by_label("m number").fill("0.12345678901234567890")
-    assert sent(page).split() == f'{{ "n": 1e400, "m": 0.12345678901234567890, "limited": {big} }}'.split()
-
-
-def test_a_tool_that_names_no_arguments_takes_any(show: Show) -> None:
-    page = show({"type": "object"})
+def test_a_tool_that_names_no_arguments_takes_any_or_says_that_it_takes_none(show: Show, url: str) -> None:
+    page = show({**NOTHING, "additionalProperties": False})
+    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
+    assert sent(page) == "{}"
+    opened(page, url, "shop.look")
     expect(page.get_by_role("button", name="Add an entry")).to_be_visible()
     write_json(page, '{"a": 1}')
     page.get_by_label("a any").fill("55")
     assert json.loads(sent(page)) == {"a": 55}
 
 
-def test_a_tool_without_arguments_says_so(show: Show) -> None:
-    page = show({**NOTHING, "additionalProperties": False})
-    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
-    assert sent(page) == "{}"
-
-
-def test_choices_that_read_alike_are_told_apart(show: Show) -> None:
-    choices = [1, "1", True, "true", "", {"a": 1}]
-    page = show(objects(mixed={"enum": choices}, size={"type": ["string", "integer"], "default": 3}))
-    mixed = page.get_by_label(re.compile("^mixed"))
-    assert mixed.locator("option").all_inner_texts()[1:] == ["1", '"1"', "true", '"true"', '""', '{"a":1}']
-    page.get_by_label("Kind of size").select_option("string")
-    assert arguments(page) == {}, "a default belongs to the whole, not to each kind"
-    for choice in choices:
-        mixed.select_option(json.dumps(choice, separators=(",", ":")))
-        assert (arguments(page), type(arguments(page)["mixed"])) == ({"mixed": choice}, type(choice))
-
-
-CASH = objects("amount", "Cash", amount=INTEGER)
-CHEQUE = objects("number", "Cheque", number=STRING)
-WITH_X = {"properties": {"x": INTEGER}}
-BOTH = [{**WITH_X, "oneOf": [CASH, CHEQUE]}, {"allOf": [WITH_X, {"anyOf": [CASH, CHEQUE]}]}]
-
-
-@pytest.mark.parametrize("schema", BOTH, ids=["beside", "all-of"])
-def test_what_all_kinds_have_stands_in_each(show: Show, schema: dict[str, Any]) -> None:
-    page = show({"type": "object", **schema})
+def test_what_all_kinds_have_stands_in_each(show: Show) -> None:
+    kinds = [objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)]
+    page = show({"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": kinds}]})
     page.get_by_label("Kind of arguments").select_option("Cheque")
     page.get_by_label("x integer").fill("1")
     page.get_by_label("number string").fill("4")
@@ -615,10 +537,10 @@ def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) 
         registry.unregister("t.one")
         registry.register("t.one", FunctionalModule(echo, input_schema=asks_for(*names)))
         refresh(page)
+        expect(page.get_by_label(f"{names[-1]} string")).to_be_attached()
 
     page = show(asks_for("c"))
     asks_now_for("a", "b")
-    expect(page.get_by_label("b string")).to_have_value("B")
     assert arguments(page) == {"a": "A", "b": "B"}, "nothing was typed, so the new defaults hold"
     page.get_by_label("a string").fill("typed")
     expect(run(page)).to_contain_text("typed")
@@ -626,40 +548,29 @@ def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) 
     expect(page.get_by_label("a string")).to_have_value("typed")
     expect(page.get_by_role("region", name="Result")).to_contain_text("typed")
     asks_now_for("a", "new")
-    expect(page.get_by_label("new string")).to_be_visible()
     assert arguments(page) == {"a": "typed", "b": "B"}, "what was sent before"
     write_json(page, '{"a": "half')
     asks_now_for("a", "newer")
-    expect(page.get_by_label("newer string")).to_be_attached()
     expect(page.get_by_label("Arguments as JSON")).to_have_value('{"a": "half')
-    expect(page.get_by_label("Arguments as JSON")).to_be_visible()
     refused(page)
 
 
 # ---- Running ----
 
 
-def test_pictures_sound_and_files_are_shown_as_themselves(page: Page, url: str) -> None:
+def test_results_are_shown_as_what_they_are_and_large_ones_piece_by_piece(page: Page, url: str) -> None:
     opened(page, url, "shop.files")
     result = run(page)
     picture = result.get_by_role("img")
-    expect(picture).to_be_visible()
     assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1
-    expect(result.locator("audio")).to_be_visible()
     assert result.locator("audio").evaluate("audio => audio.src").startswith("data:audio/wav")
-    expect(result).to_contain_text("n: 3")
     link = result.get_by_role("link", name=re.compile("^Download"))
     with page.expect_download() as download:
         link.click()
     assert download.value.path().read_bytes() == b"<b>"
     with page.expect_download():  # opened, too: a page among the files would run as this one
         link.evaluate("link => { location.href = link.href; }")
-
-
-def test_a_large_result_opens_piece_by_piece_and_a_text_is_shown_in_its_lines(page: Page, url: str) -> None:
-    opened(page, url, "shop.big")
-    result = run(page)
-    expect(result).to_contain_text("id: 1152921504606846977")
+    expect(result).to_contain_text("n: 1152921504606846977")
     expect(result).to_contain_text('short: "say \\"x\\""')
     assert "one\ntwo\n\tthree" in result.inner_text()
     expect(result.get_by_text("9999: 9999")).to_have_count(0)
@@ -677,11 +588,6 @@ def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry
     result, button = run(page), page.get_by_role("button", name="Run", exact=True)
     expect(result).to_contain_text("Running…")
     expect(button).to_be_disabled()
-    page.get_by_role("link", name="shop.look").click()
-    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
-    expect(run(page)).to_contain_text("{0}")
-    page.get_by_role("link", name="t.one").click()
-    expect(page.get_by_role("heading", level=2, name="t.one")).to_be_visible()
     page.keyboard.press("Escape")
     expect(result).to_contain_text("The call was cancelled. What the tool has begun may go on to its end.")
     expect(run(page)).to_contain_text("Running…")
@@ -711,10 +617,10 @@ def test_what_may_destroy_is_asked_about_first(page: Page, url: str) -> None:
     page.go_forward()
     expect(page.get_by_role("heading", level=2, name="shop.remove")).to_be_visible()
     button.click()
-    assert posted == []
+    assert posted() == []
     question.get_by_role("button", name="Run it").click()
     expect(page.get_by_text("Done")).to_be_visible()
-    assert len(posted) == 1
+    assert len(posted()) == 1
 
 
 AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
@@ -743,12 +649,9 @@ def test_the_curl_that_is_copied_runs_in_a_shell(page: Page) -> None:
 
 @needs_curl
 def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> None:
-    def carried(header: str, kind: str = "string") -> dict[str, Any]:
-        return {"type": kind, "x-mcp-header": header}
-
-    place = objects(city=carried("City"), plain=STRING)
-    names = {name: carried(name.title()) for name in ("note", "empty", "odd")}
-    page = show(objects(count=carried("Count", "integer"), on=carried("On", "boolean"), place=place, **names))
+    kinds = {**dict.fromkeys(("city", "note", "empty", "odd"), "string"), "count": "integer", "on": "boolean"}
+    carried = {name: {"type": kind, "x-mcp-header": name.title()} for name, kind in kinds.items()}
+    page = show(objects(place=objects(city=carried.pop("city"), plain=STRING), **carried))
     given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln", "plain": AWKWARD}}
     given |= {"note": "a\nb", "empty": "", "odd": "=?base64?x?="}
     write_json(page, json.dumps(given))
@@ -781,20 +684,14 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None
         expect(run(page)).to_contain_text("caller: null")
         field = page.get_by_label("Authorization header")
         field.fill(f"Bearer {TOKEN}")
-        carried: list[str | None] = []
-
-        def note(route: Route) -> None:
-            carried.append(route.request.headers.get("authorization"))
-            route.continue_()
-
-        page.route("**", note)
+        asked.clear()
         with page.expect_response(f"{url}/explorer/tools"):
             field.press("Enter")
         expect(run(page)).to_contain_text('caller: "ann"')
         with page.expect_response(f"{url}/explorer/tools"):
             page.get_by_role("button", name="Refresh").click()
-        assert len(carried) >= 4
-        assert set(carried) == {f"Bearer {TOKEN}"}
+        assert len(asked) >= 4
+        assert {request.headers.get("authorization") for request in asked} == {f"Bearer {TOKEN}"}
         page.get_by_text("curl", exact=True).click()
         curl = page.get_by_text("curl -sS").inner_text()
         assert TOKEN not in page.locator("body").inner_text()
@@ -813,15 +710,6 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None
 # ---- Every screen and hand ----
 
 
-def tab_to(field: Locator, tabs: int) -> None:
-    """Presses Tab until `field` has the focus, so often at most."""
-    for _ in range(tabs):
-        field.page.keyboard.press("Tab")
-        if field.evaluate("field => field === document.activeElement"):
-            break
-    expect(field).to_be_focused()
-
-
 def test_works_by_keyboard_alone_in_few_steps(page: Page, url: str) -> None:
     page.goto(f"{url}/explorer/")
     link, title = page.get_by_role("link", name="shop.order"), page.get_by_role("heading", name="shop.order")
@@ -834,7 +722,9 @@ def test_works_by_keyboard_alone_in_few_steps(page: Page, url: str) -> None:
     for _ in range(2):  # also when its tool is shown already
         link.press("Enter")
         expect(title).to_be_focused()
-    tab_to(page.get_by_label("customer"), 6)
+    for _ in range(6):
+        if not page.get_by_label("customer").evaluate("field => field === document.activeElement"):
+            page.keyboard.press("Tab")
     page.keyboard.type("Ann")
     page.get_by_label("city").focus()
     page.keyboard.type("Ulm")
@@ -906,13 +796,6 @@ def hostile() -> dict[str, Any]:
 
 def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
     with serving(registry_of(hostile()), explorer=True, allow_execute=True) as url:
-        requests: list[str] = []
-
-        def note(route: Route) -> None:
-            requests.append(route.request.url)
-            route.continue_()
-
-        page.route("**", note)
         page.goto(f"{url}/explorer/")
         for name in ("evil.fail", "evil.schema", "evil_talk"):
             page.get_by_role("link", name=name).click()
@@ -926,23 +809,18 @@ def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
                 link.click()
         assert page.evaluate("[window.pwned, ({}).pwned, window.violated]") == [None, None, None]
         assert page.locator("main script, main iframe, main svg, main a[href^=javascript], img[src=x]").count() == 0
-        assert {urlsplit(each).netloc for each in requests if not each.startswith("data:")} == {urlsplit(url).netloc}
+        requested = {urlsplit(each.url).netloc for each in asked if not each.url.startswith("data:")}
+        assert requested == {urlsplit(url).netloc}
 
 
 def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) -> None:
     opened(page, url, "shop.look")
-    page.evaluate(
-        """async (evil) => {
-            const [box, script] = ["div", "script"].map((tag) => document.createElement(tag));
-            script.textContent = "window.pwned = 1";
-            document.body.append(box, script);
-            box.innerHTML = evil;
-            await fetch("http://127.0.0.1:9/").catch(() => 0);
-        }""",
-        EVIL,
-    )
-    page.evaluate("document.body.append(Object.assign(new Image(), { src: 'http://127.0.0.1:9/x.png' }))")
-    page.wait_for_function("window.violated?.endsWith('/x.png')")
+    page.evaluate("evil => { document.body.insertAdjacentHTML('beforeend', evil); }", EVIL)
+    script = "Object.assign(document.createElement('script'), { textContent: 'window.pwned = 1' })"
+    page.evaluate(f"document.body.append({script})")
+    for sends in ("fetch('http://127.0.0.1:9/0').catch(() => 0)", "new Image().src = 'http://127.0.0.1:9/1'"):
+        page.evaluate(sends)
+        page.wait_for_function("end => window.violated?.endsWith(end)", arg=f":9/{int('Image' in sends)}")
     assert page.evaluate("window.pwned") is None
 
 
@@ -951,37 +829,22 @@ def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) 
 ATTACK = (PAGES / "attack.js").read_text()
 
 
-@pytest.fixture
-def ran(show: Show) -> list[Any]:
-    """What `t.one` ran with."""
+def test_neither_a_page_of_another_origin_nor_a_rebound_name_can_run_or_read(show: Show, url: str, many: str) -> None:
     runs: list[Any] = []
 
     def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         runs.append(inputs)
         return {}
 
-    show(NOTHING, touch, description="SECRET")
-    return runs
-
-
-def only_its_own_ran(page: Page, url: str, ran: list[Any]) -> None:
-    """The Explorer's own call comes after all of an attack: nothing of that is still on its way."""
-    opened(page, url, "t.one")
-    expect(run(page)).to_contain_text("{0}")
-    assert ran == [{}]
-
-
-def test_a_page_of_another_origin_can_neither_run_nor_read(page: Page, url: str, many: str, ran: list[Any]) -> None:
+    page = show(NOTHING, touch, description="SECRET")
     page.goto(urljoin(many, "/health"))  # a page without a policy of its own, on another port
     assert page.evaluate(ATTACK, url).replace("null", "") == ""
-    only_its_own_ran(page, url, ran)
-
-
-def test_a_rebound_name_can_neither_run_nor_read(page: Page, url: str, ran: list[Any]) -> None:
     rebound = f"http://{REBOUND}:{urlsplit(url).port}"
     answer = page.goto(f"{rebound}/explorer/")
     assert answer is not None
     assert answer.status in (403, 421)
     seen = page.evaluate(ATTACK, rebound)
     assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
-    only_its_own_ran(page, url, ran)
+    opened(page, url, "t.one")  # and its own call comes after all of that: nothing is still on its way
+    expect(run(page)).to_contain_text("{0}")
+    assert runs == [{}]
