@@ -598,7 +598,7 @@ async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(ca
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
     """Where an address counts; `serve()` may run in another thread, where nobody can handle a signal."""
-    with pytest.raises(ValueError, match="port"):
+    with pytest.raises(ValueError, match="Port must"):
         await async_serve(registry_of(), port=0).__aenter__()
     options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "on_startup": _fail}
     with pytest.raises(RuntimeError, match="async_serve"):
