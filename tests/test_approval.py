@@ -51,6 +51,12 @@ async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None
         return error.error.code, error.error.data
 
 
+def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
+    """An Executor of one module that needs approval, and its runs."""
+    ran: list[dict[str, Any]] = []
+    return Executor(registry_of({"wipe": guarded(ran)}), **options), ran
+
+
 @pytest.mark.requirement("FR-ANNOT-006")
 @pytest.mark.parametrize(
     ("approval", "expected"),
@@ -65,8 +71,8 @@ async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None
 async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
     mode: str, approval: str, expected: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ran: list[dict[str, Any]] = []
-    with serving(registry_of({"wipe": guarded(ran)}), approval=approval) as url:
+    executor, ran = wiping()
+    with serving(executor, approval=approval) as url:
         for user, happens in expected.items():
             ran.clear()
             caplog.clear()
@@ -185,10 +191,9 @@ class Judge:
 
 
 async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_stay_here() -> None:
-    ran: list[dict[str, Any]] = []
-    judge = Judge("approved")
+    (executor, ran), judge = wiping(), Judge("approved")
     arguments, asked = asking(REFUSE)
-    async with connect({"wipe": guarded(ran)}, client=arguments, approval=judge) as client:
+    async with connect(executor, client=arguments, approval=judge) as client:
         assert not (await client.call_tool("wipe", {"disk": "a"})).is_error
         for judge.status in ("rejected", "timeout", "pending"):
             result = await client.call_tool("wipe", {"disk": "a"})
@@ -214,8 +219,7 @@ async def test_an_executor_keeps_the_approval_handler_it_came_with(
     approval: str, handler: Any, user: str, runs: int, asks: int
 ) -> None:
     """Also where that is the one that asks the user, of a server or of nobody."""
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}), approval_handler=handler)
+    executor, ran = wiping(approval_handler=handler)
     arguments, asked = asking(EVERYONE[user])
     async with connect(executor, client=arguments, approval=approval) as client:
         await outcome_of(client, "wipe")
@@ -226,8 +230,8 @@ async def test_an_executor_keeps_the_approval_handler_it_came_with(
 
 
 async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
-    ran: list[dict[str, Any]] = []
-    async with connect({"wipe": guarded(ran)}, client=asking(REFUSE)[0]) as client:
+    executor, ran = wiping()
+    async with connect(executor, client=asking(REFUSE)[0]) as client:
         for token in ("token", "", 7, None):
             assert await outcome_of(client, "wipe", {"_approval_token": token}) != '{"ran":true}'
     assert ran == []
@@ -245,8 +249,7 @@ def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None
 
 @pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), (AutoApproveHandler(), 1)])
 async def test_each_server_of_one_executor_decides_about_its_own_calls(first: Any, runs: int) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    executor, ran = wiping()
     async with connect(executor, approval="deny") as second:
         async with connect(executor, approval=first) as client:
             assert await outcome_of(second, "wipe") == DENIED
@@ -260,8 +263,7 @@ async def test_each_server_of_one_executor_decides_about_its_own_calls(first: An
 async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_approval_too(
     approval: str, user: str, runs: int
 ) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    executor, ran = wiping()
 
     async def alone(inputs: dict[str, Any], context: Any) -> Any:
         return await executor.call_async("wipe", inputs)
@@ -285,8 +287,7 @@ async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_ap
 
 @pytest.mark.parametrize(("approval", "runs"), [("require", False), ("auto", True)])
 async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(approval: str, runs: bool) -> None:
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    executor, ran = wiping()
     answered, outcomes = threading.Event(), queue.Queue[object]()
     left: list[asyncio.Task[None]] = []
 
@@ -313,8 +314,7 @@ async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_en
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
 async def test_auto_lets_through_only_what_apcore_would_and_what_comes_later_counts(user: str, runs: int) -> None:
     """A strict policy, then a handler."""
-    ran: list[dict[str, Any]] = []
-    executor = Executor(registry_of({"wipe": guarded(ran)}))
+    executor, ran = wiping()
     async with connect(executor, client=asking(EVERYONE[user])[0]) as client:
         executor.set_policy(ExecutionPolicy(strict=True))
         told = await outcome_of(client, "wipe")

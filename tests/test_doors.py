@@ -58,10 +58,12 @@ from support import (
     ACCEPT,
     ERAS,
     LOGGER,
+    META,
     CountingRegistry,
     answer,
     ended_well,
     entered,
+    enveloped,
     every_door,
     exported_names,
     followed,
@@ -294,11 +296,13 @@ def test_an_export_for_openai_is_what_to_openai_tools_gives(
     assert json.loads(capfd.readouterr().out) == to_openai_tools(registry, strict=form == "openai-strict")
 
 
-@pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005")
+@pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005", "FR-SERVER-004")
 def test_options_reach_the_server_and_its_start_is_logged() -> None:
-    arguments = ["--name", "my tools", "--version", "7.8", "--prefix", "units.", "--tool-names", "portable"]
-    with RawClient(command(*arguments, "--log-level", "DEBUG", "--host", "", "--port", "9")) as client:
-        assert client.initialize()["result"]["serverInfo"] == {"name": "my tools", "version": "7.8"}
+    arguments = ["--name", "ü" * 255, "--version", "7.8", "--prefix", "units.", "--tool-names", "portable"]
+    arguments += ["--instructions", "Ask.", "--log-level", "DEBUG", "--host", "", "--port", "9"]
+    with RawClient(command(*arguments)) as client:
+        told = client.initialize()["result"]
+        assert (told["serverInfo"], told["instructions"]) == ({"name": "ü" * 255, "version": "7.8"}, "Ask.")
         assert [tool["name"] for tool in client.request("tools/list")["result"]["tools"]] == ["units-convert"]
         client.request("tools/call", {"name": "units-convert", "arguments": {}})
         status, stderr = client.end()
@@ -312,10 +316,13 @@ def test_options_reach_the_server_and_its_start_is_logged() -> None:
 @pytest.mark.requirement("FR-CLI-005", "FR-CLI-006")
 def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_empty_directory(tmp_path: Path) -> None:
     """FR-SERVER-006; the server works all the same, under the package's name and version."""
-    with RawClient(command("--log-level", "WARNING", "--extensions-dir", str(tmp_path))) as client:
-        info = client.initialize()["result"]["serverInfo"]
+    options = ["--log-level", "WARNING", "--extensions-dir", str(tmp_path), "--instructions", "Ask."]
+    with RawClient(command(*options)) as client:  # of 2026-07-28
+        told = client.request("server/discover", enveloped({}))["result"]
+        info = told["_meta"][META + "serverInfo"]
         assert (info["name"], info["version"]) == ("apcore-mcp", apcore_mcp.__version__)
-        assert client.request("tools/list")["result"]["tools"] == []
+        assert told["instructions"] == "Ask."
+        assert client.request("tools/list", enveloped({}))["result"]["tools"] == []
         status, stderr = client.end()
     assert (status, stderr.decode()) == (0, "WARNING: No modules registered; server starting with zero tools\n")
 
@@ -544,17 +551,6 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
             assert len(began) <= 256 + 1
 
 
-@pytest.mark.requirement("FR-SERVER-004")
-async def test_clients_are_told_name_version_and_instructions(mode: str) -> None:
-    """A 2026-07-28 client asks `server/discover` for them."""
-    told = {"name": "ü" * 255, "version": "7.8", "instructions": "Ask."}
-    async with connect({}, mode="auto" if mode == MODERN else mode, **told) as client:
-        assert client.protocol_version == (MODERN if mode == MODERN else "2025-11-25")
-        info = client.server_info
-        assert info is not None
-        assert {"name": info.name, "version": info.version, "instructions": client.instructions} == told
-
-
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
 def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
@@ -598,7 +594,7 @@ async def test_every_record_is_our_loggers_and_calls_are_logged_at_debug_only(ca
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
     """Where an address counts; `serve()` may run in another thread, where nobody can handle a signal."""
-    with pytest.raises(ValueError, match="Port must be"):
+    with pytest.raises(ValueError, match="Port must"):
         await async_serve(registry_of(), port=0).__aenter__()
     options: dict[str, Any] = {"transport": "streamable-http", "port": free_port(), "on_startup": _fail}
     with pytest.raises(RuntimeError, match="async_serve"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAM, ROOT, RawClient, command, program
+from conftest import MODULE, PROGRAM, ROOT, RawClient, command, program
 from support import call, ended_well, initialize_params, line, messages, request, wait_for_stderr
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -219,7 +219,6 @@ def test_nothing_a_module_prints_reaches_the_client_nor_what_the_client_sends_a_
 
 LOUD = """
 import atexit, os, sys, threading, time
-from pydantic import BaseModel
 
 started = threading.Event()
 def spam():
@@ -233,21 +232,12 @@ threading.Thread(target=spam, daemon=True).start()
 started.wait(10)
 atexit.register(print, "noise-exit", flush=True)
 sys.stdout.write("noise-buffered")
-
-class Empty(BaseModel):
-    pass
-
-class Loud:
-    input_schema = output_schema = Empty
-    description = "Loud"
-    def execute(self, inputs, context):
-        return {}
 """
 
 
 def test_the_command_line_keeps_modules_off_stdout_until_the_process_is_gone(tmp_path: Path) -> None:
     """From the moment that their files are run; threads that never stop and exit handlers too."""
-    (tmp_path / "loud.py").write_text(LOUD)
+    (tmp_path / "loud.py").write_text(LOUD + MODULE.format(tag="loud"))
     answers, stderr = converse(command("--extensions-dir", str(tmp_path)), line(request(1, "tools/list")))
     assert [tool["name"] for tool in answers[0]["result"]["tools"]] == ["loud"]
     assert [noise for noise in ("print\n", "spam\n", "buffered", "exit\n") if f"noise-{noise}" not in stderr] == []
