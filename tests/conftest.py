@@ -181,8 +181,7 @@ class Clock(asyncio.SelectorEventLoop):
 def with_clock(story: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
     """Run a test whose server and client share a loop with a clock that it may put forward."""
     with asyncio.Runner(loop_factory=Clock) as runner:
-        loop: Any = runner.get_loop()
-        runner.run(story(loop))
+        runner.run(story(runner.get_loop()))  # type: ignore[arg-type]
 
 
 class RawClient:
@@ -210,8 +209,7 @@ class RawClient:
         """The next line as JSON; the test's own timeout is the limit. Fails at the end of the stream."""
         line = self.process.stdout.readline()
         assert line, "the server closed stdout"
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return dict(json.loads(line))
 
     def request(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the response with its id; notifications in between are dropped."""
@@ -223,8 +221,8 @@ class RawClient:
     def initialize(self, name: str = "raw", version: str = "2025-11-25", **capabilities: Any) -> dict[str, Any]:
         """Do the handshake; returns the `initialize` response."""
         about = {"name": name, "version": "1"}
-        given = {"protocolVersion": version, "capabilities": capabilities, "clientInfo": about}
-        response = self.request("initialize", given)
+        hello = {"protocolVersion": version, "capabilities": capabilities, "clientInfo": about}
+        response = self.request("initialize", hello)
         self.send("notifications/initialized", notify=True)
         return response
 
@@ -237,14 +235,12 @@ class RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.communicate()
 
 
 @pytest.fixture(params=[HANDSHAKE, MODERN], ids=["handshake", "2026-07-28"])
 def mode(request: pytest.FixtureRequest) -> str:
-    """Both protocol eras, one after the other."""
     return str(request.param)
 
 
@@ -255,14 +251,11 @@ class TextInput(BaseModel):
     text: str = Field(description="What to say")
     times: int | None = None
 
-class TextOutput(BaseModel):
-    text: str
-
 class Say:
     description = "Say it"
     tags = ["public", "{tag}"]
     input_schema = TextInput
-    output_schema = TextOutput
+    output_schema = TextInput
 
     def execute(self, inputs, context):
         return {{"text": inputs["text"]}}

@@ -113,8 +113,7 @@ async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
 
 def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
     """Check what holds for every failed call (FR-ERROR-011); returns the report in `_meta`."""
-    assert result.is_error is True
-    assert result.structured_content is None
+    assert (result.is_error, result.structured_content) == (True, None)
     (part,) = result.content
     assert part.type == "text"
     assert text is None or part.text == text
@@ -173,9 +172,7 @@ def _run_async_serve(source: Any, **options: Any) -> None:
     asyncio.run(async_serve(source, **options).__aenter__())
 
 
-every_door = pytest.mark.parametrize(
-    "door", [serve, MCPServer, _run_async_serve], ids=["serve", "MCPServer", "async_serve"]
-)
+every_door = pytest.mark.parametrize("door", [serve, MCPServer, _run_async_serve])
 
 
 def is_set_in_time(token: CancelToken) -> bool:
@@ -190,10 +187,8 @@ class StreamingModule(FunctionalModule):
     """Streams `chunks`, of which an exception is raised; called as a whole it says so."""
 
     def __init__(self, chunks: list[Any], **attributes: Any) -> None:
-        super().__init__(
-            lambda inputs, context: {"executed": True},
-            **{"annotations": ModuleAnnotations(streaming=True), **attributes},
-        )
+        attributes = {"annotations": ModuleAnnotations(streaming=True), **attributes}
+        super().__init__(lambda inputs, context: {"executed": True}, **attributes)
         self.chunks = chunks
 
     async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
@@ -233,14 +228,13 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
         await asyncio.gather(*background)
         return {}
 
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    async def wait(inputs: dict[str, Any], context: Any, name: str = "wait") -> Any:
         await report_progress(context, 1)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            told.put(["wait", context.cancel_token])
+            told.put([name, context.cancel_token])
             raise
-        return {}
 
     def watch_token(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         context.executor.call("steps", {}, context)
@@ -253,11 +247,7 @@ def stage(records: queue.Queue[list[Any]] | None = None) -> Registry:
     class WaitStreaming(StreamingModule):
         async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
             yield {"n": 1}
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                told.put(["wait_streaming", context.cancel_token])
-                raise
+            await wait(inputs, context, "wait_streaming")
 
     def ended(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         name, token = told.get(timeout=20)

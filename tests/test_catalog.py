@@ -273,4 +273,6 @@ async def test_an_alias_that_two_want_is_the_first_ones_by_id(caplog: pytest.Log
         assert await listed(client) == ["resize"]
         registry.register("resize", FunctionalModule(echo))
         assert await listed(client) == ["b.late", "resize"]
+        registry.register("zoom", FunctionalModule(echo))  # of which nothing is said again
+        assert await listed(client) == ["b.late", "resize", "zoom"]
     assert caplog.text.count("The alias of module b.late is not used: resize is") == 2

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,11 @@ def rows(sizes: Sizes, tree: Path | None) -> Iterator[Row]:
     if tree:
         other, against = replace(ours, tree=tree), "other copy"
     for kind, (_, arguments) in KINDS.items():
-        call = (f"call.{kind}", arguments, sizes.calls)
-        batch = (f"call.{kind}", arguments, sizes.batch)
+        latency = methodcaller("latency", f"call.{kind}", arguments, sizes.calls)
+        throughput = methodcaller("throughput", f"call.{kind}", arguments, sizes.batch)
 
-        def latency(side: Any, call: Any = call) -> float:
-            return float(side.latency(*call))
-
-        def throughput(side: Any, batch: Any = batch) -> float:
-            return float(side.throughput(*batch))
-
-        def overhead(sides: Any, call: Any = call) -> float:
-            return float(sides[0].latency(*call) - sides[1].latency(*call))
+        def overhead(sides: Any, latency: Callable[[Any], float] = latency) -> float:
+            return latency(sides[0]) - latency(sides[1])
 
         yield Row(f"call, {kind}", latency, ours, other, against, 1.10)
         yield Row(f"batch of {sizes.batch} calls, {kind}", throughput, ours, other, against, 1.10, "calls/s", True)
@@ -222,18 +217,12 @@ def _starts(tree: Path | None) -> Iterator[Row]:
 def _http(sizes: Sizes, ours: Server, other: Server, against: str) -> Iterator[Row]:
     ours, other = replace(ours, http=True), replace(other, http=True)
     for clients in (1, 10):
-
-        def load(side: Any, clients: int = clients) -> float:
-            return float(side.load("call.small", KINDS["small"][1], sizes.load, clients))
-
+        load = methodcaller("load", "call.small", KINDS["small"][1], sizes.load, clients)
         yield Row(f"HTTP calls, {clients} at a time", load, ours, other, against, 1.10, "calls/s")
     yield Row("HTTP calls, 10 at a time", load, ours, 1e-2, "limit", 1.0, "calls/s")
-
-    def load_workers(side: Any) -> float:
-        return float(side.load("primes.count", {"below": 3_000}, sizes.load, 20))
-
+    load = methodcaller("load", "primes.count", {"below": 3_000}, sizes.load, 20)
     two, one = Server("workers", sizes.workers, http=True), Server("workers", 1, http=True)
-    yield Row("calls of some work over HTTP, two workers", load_workers, two, one, "one worker", 1.0, "calls/s", True)
+    yield Row("calls of some work over HTTP, two workers", load, two, one, "one worker", 1.0, "calls/s", True)
 
 
 def _limits(few: int) -> Iterator[Row]:

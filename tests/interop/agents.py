@@ -16,7 +16,8 @@ from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason,
 
 HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation"]
 DOCUMENT = "docs://finance.loan_schedule"
-PATHS = {"PYTHONPATH": str(ROOT)}  # agents start the server somewhere else
+# Agents start the server somewhere else.
+STARTED: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": {"PYTHONPATH": str(ROOT)}}
 CALLS: list[Call] = [
     ("workdays", {"start": "2026-01-01", "end": "2026-01-12"}),
     ("convert", {"value": 1, "source": "m", "target": "kg"}),
@@ -41,9 +42,7 @@ class Agent:
 
 
 def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": PATHS}
-    if url:
-        server = {"type": "http", "url": url}
+    server = {"type": "http", "url": url} if url else STARTED
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"apcore": server}}))
     quiet = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER"), "1")
     eager = {"ENABLE_TOOL_SEARCH": "false", "MCP_CONNECTION_NONBLOCKING": "false"}
@@ -53,11 +52,8 @@ def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, s
 
 
 def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server = (
-        f"command = {json.dumps(SERVER[0])}\nargs = {json.dumps(SERVER[1:])}\nenv.PYTHONPATH = {json.dumps(str(ROOT))}"
-    )
-    if url is not None:
-        server = f"url = {json.dumps(url)}"
+    given = {"url": url} if url else {**STARTED, "env.PYTHONPATH": str(ROOT)}
+    server = "\n".join(f"{key} = {json.dumps(value)}" for key, value in given.items() if key != "env")
     (home / ".codex").mkdir()
     (home / ".codex" / "config.toml").write_text(f"""
         model = "scripted"
@@ -77,9 +73,7 @@ def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], l
 
 
 def _gemini_cli(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": PATHS}
-    if url:
-        server = {"httpUrl": url}
+    server = {"httpUrl": url} if url else STARTED
     settings = {
         "mcpServers": {"apcore": {**server, "trust": True}},
         "general": {"enableAutoUpdate": False},

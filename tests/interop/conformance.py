@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import struct
 import sys
-import zlib
 from typing import Any
 
 from apcore import Registry
@@ -14,6 +12,7 @@ from apcore_mcp import elicit, report_progress, serve
 
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
 MEDIA = {"picture": "image/png", "sound": "audio/wav", "document": "text/plain"}
 WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
 
@@ -46,74 +45,52 @@ ADDRESS = {
 REGION = {"type": "object", "properties": {"region": {"type": "string", "x-mcp-header": "Region"}}}
 
 
-def picture() -> bytes:
-    """One red pixel."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0\xff\0\0")) + chunk(b"IEND", b"")
-
-
-FILES = {"picture": picture(), "sound": WAVE, "document": b"This is an embedded resource."}
+FILES = {"picture": PIXEL, "sound": WAVE, "document": b"This is an embedded resource."}
 
 
 class Module:
     """A module that asks the questions in `asks`, each with its schema and key, and returns the `files`."""
 
     def __init__(self, *files: str, asks: dict[str, dict[str, Any]] | None = None, **attributes: Any) -> None:
-        self.input_schema = ANYTHING
-        self.output_schema: dict[str, Any] = ANYTHING
-        if files:
-            fields = {n: {"type": "string", "contentEncoding": "base64", "contentMediaType": MEDIA[n]} for n in files}
-            self.output_schema = {"type": "object", "properties": fields}
+        fields = {n: {"type": "string", "contentEncoding": "base64", "contentMediaType": MEDIA[n]} for n in files}
+        self.input_schema, self.output_schema = ANYTHING, {"type": "object", "properties": fields}
         self.description = "A tool of the conformance suite"
         self.documentation = "This is the content of the static text resource."
         self._files, self._asks = files, asks or {}
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes)
 
     async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         answers = {key: await elicit(context, f"Your {key}?", schema, key=key) for key, schema in self._asks.items()}
         return {"answers": answers, **{name: base64.b64encode(FILES[name]).decode() for name in self._files}}
 
 
-class Progress(Module):
-    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        for done in (0, 50, 100):
-            await report_progress(context, done, total=100)
-        return {}
+async def progress(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    for done in (0, 50, 100):
+        await report_progress(context, done, total=100)
+    return {}
 
 
-class Fails(Module):
-    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        raise ValueError("This tool intentionally returns an error for testing")
-
-
-class ChangesTools(Module):
-    registry: Registry
-
-    async def execute(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        registry = self.registry
-        if registry.has("test_more"):
-            registry.unregister("test_more")
-        else:
-            registry.register("test_more", Module())
-        return {}
+async def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    raise ValueError("This tool intentionally returns an error for testing")
 
 
 def modules() -> Registry:
     registry = Registry()
+
+    async def change_tools(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if not registry.unregister("test_more"):
+            registry.register("test_more", Module())
+        return {}
+
     tools: dict[str, Module] = {
         "test_simple_text": Module(),
         "test_image_content": Module("picture"),
         "test_audio_content": Module("sound"),
         "test_embedded_resource": Module("document"),
         "test_multiple_content_types": Module("picture", "document"),
-        "test_tool_with_progress": Progress(),
-        "test_error_handling": Fails(),
-        "test_trigger_tool_change": ChangesTools(registry=registry),
+        "test_tool_with_progress": Module(execute=progress),
+        "test_error_handling": Module(execute=fail),
+        "test_trigger_tool_change": Module(execute=change_tools),
         "test_custom_header": Module(input_schema=REGION),
         "test_elicitation": Module(asks={"user": NAME}),
         "test_streaming_elicitation": Module(asks={"user": NAME}),

@@ -13,58 +13,34 @@ from pydantic import BaseModel, Field
 
 from apcore_mcp import serve
 
-DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 TEXT: dict[str, Any] = {"type": "string"}
 
 # What a module returns in `value`, and the schema that it gives for it.
 OUTPUTS: dict[str, tuple[Any, dict[str, Any] | bool]] = {
     "pattern_with_escapes": ("2026-11", {"type": "string", "pattern": r"^\d{4}\-\d{2}$"}),
-    "pattern_with_flags": ("ABC", {"type": "string", "pattern": r"(?i)^abc$"}),
-    "pattern_with_a_name": ("ab", {"type": "string", "pattern": r"^(?P<first>a)b\Z"}),
+    "pattern_with_a_name": ("ab", {"type": "string", "pattern": r"(?i)^(?P<first>a)b\Z"}),
     "pattern_in_a_union": (None, {"anyOf": [{"type": "string", "pattern": r"^\@"}, {"type": "null"}]}),
     "pattern_of_names": ({"x-a": "b"}, {"type": "object", "patternProperties": {r"^x\-": TEXT}}),
     "names_with_a_pattern": ({"x-a": "b"}, {"type": "object", "propertyNames": {"pattern": r"^x\-"}}),
     "anything": (1, True),
-    "nothing_else": (
-        {"a": 1},
-        {"type": "object", "properties": {"a": True, "b": False}, "additionalProperties": False},
-    ),
+    "nothing_else": ({"a": 1}, {"type": "object", "properties": {"a": True}, "additionalProperties": False}),
     "items_of_any_kind": ([1, "a"], {"type": "array", "items": True}),
     "a_time_without_a_zone": ("2026-11-21T12:00:00", {"type": "string", "format": "date-time"}),
-    "a_time": ("12:00:00", {"type": "string", "format": "time"}),
-    "a_duration": ("P1DT0.5S", {"type": "string", "format": "duration"}),
-    "an_expression": ("(?P<x>a)", {"type": "string", "format": "regex"}),
     "an_address_in_unicode": ("jörg@bücher.example", {"type": "string", "format": "email"}),
-    "a_link_in_unicode": ("https://bücher.example/ü", {"type": "string", "format": "uri"}),
     "a_format_of_its_own": ("1.50", {"type": "string", "format": "decimal"}),
-    "names_of_javascript": (
-        {"constructor": "a", "toString": "b", "__proto__": "c"},
-        {"type": "object", "properties": dict.fromkeys(("constructor", "toString", "__proto__"), TEXT)},
-    ),
+    "names_of_javascript": ({"__proto__": "c"}, {"type": "object", "properties": {"__proto__": TEXT}}),
     "keywords_as_names": ({"$ref": "a", "enum": "b"}, {"type": "object", "properties": {"$ref": TEXT, "enum": TEXT}}),
-    "keywords_of_others": (
-        "a",
-        {"type": "string", "nullable": True, "x-order": 1, "discriminator": {"propertyName": "k"}},
-    ),
+    "keywords_of_others": ("a", {"type": "string", "nullable": True, "discriminator": {"propertyName": "k"}}),
     "a_big_number": (2**63, {"type": "integer", "maximum": 2**64}),
-    "a_whole_float": (2.0, {"type": "integer"}),
     "not_more": ([1, 2], {"type": "array", "prefixItems": [{"type": "integer"}] * 2, "items": False}),
     "unevaluated": ({"a": 1}, {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}),
 }
-WHOLE_OUTPUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "draft_7": (
-        {"a": "b"},
-        {
-            "$schema": DRAFT_7,
-            "type": "object",
-            "properties": {"a": {"$ref": "#/definitions/a"}},
-            "definitions": {"a": TEXT},
-            "dependencies": {"a": ["a"]},
-        },
-    ),
-    "an_id": ({"a": "b"}, {"$id": "https://example.com/a", "type": "object", "properties": {"a": TEXT}}),
-    "any_of": ({"a": "b"}, {"anyOf": [{"type": "object", "required": [name]} for name in ("a", "b")]}),
-}  # fmt: skip
+DRAFT_7 = {"properties": {"a": {"$ref": "#/definitions/a"}}, "definitions": {"a": TEXT}, "dependencies": {"a": ["a"]}}
+WHOLE_OUTPUTS: dict[str, dict[str, Any]] = {
+    "draft_7": {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", **DRAFT_7},
+    "an_id": {"$id": "https://example.com/a", "type": "object", "properties": {"a": TEXT}},
+    "any_of": {"anyOf": [{"type": "object", "required": [name]} for name in ("a", "b")]},
+}
 INPUTS: dict[str, tuple[Any, dict[str, Any] | bool]] = {
     "anything": (1, True),
     "pattern": ("a-", {"type": "string", "pattern": r"^\w+\-(?#c)\Z"}),
@@ -73,10 +49,7 @@ INPUTS: dict[str, tuple[Any, dict[str, Any] | bool]] = {
 # No schemas by their metaschema, whatever is made of them.
 REFUSED: dict[str, dict[str, Any]] = {
     "length": {"type": "object", "properties": {"value": {"type": "string", "minLength": "x"}}},
-    "choice": {"type": "object", "properties": {"value": {"enum": "x"}}},
-    "required": {"type": "object", "properties": {"value": TEXT}, "required": [1]},
     "type": {"type": "object", "properties": {"value": {"type": "text"}}},
-    "step": {"type": "object", "properties": {"value": {"type": "number", "multipleOf": 0}}},
 }
 
 
@@ -101,8 +74,8 @@ def modules() -> Registry:
     for name, (value, schema) in OUTPUTS.items():
         output = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
         registry.register(f"output.{name}", Module({"value": value}, anything, output))
-    for name, (result, output) in WHOLE_OUTPUTS.items():
-        registry.register(f"output.{name}", Module(result, anything, output))
+    for name, output in WHOLE_OUTPUTS.items():
+        registry.register(f"output.{name}", Module({"a": "b"}, anything, output))
     for name, (_, schema) in INPUTS.items():
         given = {"type": "object", "properties": {"value": schema, "other": False}, "required": ["value"]}
         registry.register(f"input.{name}", Module({}, given, anything))

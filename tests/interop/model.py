@@ -38,10 +38,7 @@ class Model:
         if done == len(self.script):
             return None
         suffix, arguments = self.script[done]
-        for tool in _offered(request):
-            if tool["name"].endswith(suffix):
-                return tool, arguments
-        return None
+        return next(((tool, arguments) for tool in _offered(request) if tool["name"].endswith(suffix)), None)
 
 
 def _offered(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,36 +118,25 @@ def scripted(script: list[Call]) -> Iterator[Model]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            request: dict[str, Any] = json.loads(body or b"{}")
-            speak = _openai
-            if "/messages" in self.path:
-                speak = _anthropic
-            elif "enerateContent" in self.path:
-                speak = _gemini
+            request: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+            speak = _anthropic if "/messages" in self.path else _gemini if "enerateContent" in self.path else _openai
             model.requests.append(request)
             if "count" in self.path.rpartition("/")[2]:
-                self._answer("application/json", b'{"input_tokens": 1, "totalTokens": 1}')
-                return
+                return self._answer("application/json", '{"input_tokens": 1, "totalTokens": 1}')
             events = list(speak(model.next_call(request), len(model.requests)))
             if ":generateContent" in self.path:
-                self._answer("application/json", json.dumps(events[0][1]).encode())
-                return
-            lines = []
-            for name, data in events:
-                if name:
-                    lines.append(f"event: {name}\n")
-                    data = {"type": name, **data}
-                lines.append(f"data: {json.dumps(data)}\n\n")
-            self._answer("text/event-stream", "".join(lines).encode())
+                return self._answer("application/json", json.dumps(events[0][1]))
+            named = ((f"event: {name}\n", {"type": name, **data}) if name else ("", data) for name, data in events)
+            return self._answer("text/event-stream", "".join(f"{n}data: {json.dumps(data)}\n\n" for n, data in named))
 
         def do_GET(self) -> None:
-            self._answer("application/json", b'{"data": [], "models": []}')
+            self._answer("application/json", '{"data": [], "models": []}')
 
         def do_HEAD(self) -> None:
-            self._answer("application/json", b"")
+            self._answer("application/json", "")
 
-        def _answer(self, kind: str, body: bytes) -> None:
+        def _answer(self, kind: str, text: str) -> None:
+            body = text.encode()
             self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))

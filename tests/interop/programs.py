@@ -96,12 +96,6 @@ def examples() -> int:
     return len(json.loads(run([*SERVER, "--export", "mcp"]).stdout))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serving(
     command: list[str], *, seconds: float = 30, cwd: Path = ROOT, environment: Mapping[str, str] = NOTHING
@@ -110,7 +104,9 @@ def serving(
 
     CalledProcessError, with what it wrote, when it has ended or listens on no such port after so long.
     """
-    port = str(free_port())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     command = [part.replace("{port}", port) for part in command]
     added = {name: value.replace("{port}", port) for name, value in environment.items()}
     with tempfile.TemporaryFile("w+") as told:
@@ -136,12 +132,9 @@ def serving(
                 process.wait()
 
 
-def show(headings: list[str], rows: list[list[str]], *, markdown: bool) -> None:
-    """Print a table."""
-    if markdown:
-        rows = [["---"] * len(headings), *rows]
-    widths = [max(len(line[column]) for line in [headings, *rows]) for column in range(len(headings))]
-    for line in [headings, *rows]:
-        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print(f"| {' | '.join(line)} |" if markdown else "  ".join(padded).rstrip())
+def show(headings: list[str], rows: list[list[str]]) -> None:
+    """Print a table, if there is anything in it."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for line in [headings, *rows] if rows else []:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     print()

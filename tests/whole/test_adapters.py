@@ -55,7 +55,7 @@ def test_options_that_change_nothing_are_told_in_one_debug_line(
 ) -> None:
     with caplog.at_level(logging.DEBUG, "apcore_mcp"):
         MCPServer(registry, **FLASK_ALL, **OFF)
-    (told,) = [record.getMessage() for record in caplog.records]
+    (told,) = caplog.messages
     assert told == (
         "MCPServer: without effect here: authenticator, exempt_paths, explorer_project_name, explorer_project_url,"
         " explorer_title, observability, output_format, require_auth, strategy, trace"

@@ -33,10 +33,8 @@ from apcore_mcp import async_serve, elicit
 
 
 class Named(BaseUser):
-    """A user who has only a name to show, as Starlette's own had for years."""
-
     is_authenticated = True
-    display_name = "named"
+    display_name = "named"  # and nothing else to show, as Starlette's own users had for years
 
 
 class Unreadable(BaseUser):
@@ -122,9 +120,8 @@ async def signed(
 async def test_a_call_is_made_by_whoever_was_authenticated_for_its_request() -> None:
     """A bearer token stands for its subject, or else for its client."""
     async with signed(registry_of({"whoami": whoami})) as session:
-        for name in (None, "alice", "named", "7", "", "subject", "app", "bob"):
-            session.caller = name
-            assert await session.call("whoami") == identity(name), name
+        for session.caller in (None, "alice", "named", "7", "", "subject", "app", "bob"):
+            assert await session.call("whoami") == identity(session.caller), session.caller
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
@@ -168,8 +165,7 @@ async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pyte
             caplog.clear()
             for name in (*modules, "nope.x"):
                 await session.client.call_tool(name)
-        said = (record.getMessage() for record in caplog.records)
-        lines = [line for line in said if line.startswith(("Tool call", "output_formatter"))]
+        lines = [line for line in caplog.messages if line.startswith(("Tool call", "output_formatter"))]
         assert len(lines) == 14, "a beginning, an error and an end each"
         assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
         assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []

@@ -28,6 +28,23 @@ class Adapter:
     calls_any_name: bool = True  # or only tools that it has been told of
 
 
+def adapter_of(session: Any, uri: Callable[[str], Any] = str) -> Adapter:
+    """A client that answers in the types of the official SDK."""
+
+    async def names() -> list[str]:
+        listed = await session.list_tools()
+        return [tool.name for tool in getattr(listed, "tools", listed)]
+
+    async def call(name: str, arguments: dict[str, Any]) -> tuple[str, Any, bool]:
+        result = (await session.call_tool(name, arguments)).model_dump(by_alias=True)
+        return result["content"][0]["text"], result["structuredContent"], result["isError"]
+
+    async def read(address: str) -> str:
+        return str((await session.read_resource(uri(address))).contents[0].text)
+
+    return Adapter(names, call, read)
+
+
 async def check(client: Adapter) -> dict[str, str]:
     """Each check with "yes", "-" where the client cannot, or what came instead."""
     results, names = {}, list(await client.names())

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 from agents.mcp import MCPServerStdio, MCPServerStreamableHttp
-from checks import Adapter, main
+from checks import adapter_of, main
 
 
 @contextlib.asynccontextmanager
@@ -15,18 +15,7 @@ async def connect(target: Any) -> Any:
     else:
         server = MCPServerStreamableHttp({"url": target}, client_session_timeout_seconds=30)
     async with server:
-
-        async def names() -> list[str]:
-            return [tool.name for tool in await server.list_tools()]
-
-        async def call(name: str, arguments: dict[str, Any]) -> tuple[str, Any, bool]:
-            result = (await server.call_tool(name, arguments)).model_dump(by_alias=True)
-            return result["content"][0]["text"], result["structuredContent"], result["isError"]
-
-        async def read(uri: str) -> str:
-            return str((await server.read_resource(uri)).contents[0].text)
-
-        yield Adapter(names, call, read)
+        yield adapter_of(server)
 
 
 main(connect)
