@@ -494,6 +494,7 @@ async def stubborn(inputs, context):
         except asyncio.CancelledError:
             pass
 
+sys.modules["apcore_mcp.core"]._SHUTDOWN_SECONDS = float(sys.argv[3])
 serve(
     registry, transport=sys.argv[1], port=int(sys.argv[2]), explorer=True, allow_execute=True,
     on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
@@ -514,18 +515,18 @@ class Program(NamedTuple):
             said = await asyncio.wait_for(self.process.stdout.readline(), 30)
             assert said.decode().strip() == line
 
-    async def ends_in_order(self, seconds: float) -> None:
-        async with asyncio.timeout(seconds):
+    async def ends_in_order(self) -> None:
+        async with asyncio.timeout(20):
             stdout, stderr = await self.process.communicate()
         assert stdout.decode().split() == ["returned"]
         assert (self.process.returncode, "Traceback" in stderr.decode()) == (0, False), stderr.decode()
 
 
 @contextlib.asynccontextmanager
-async def started(transport: str = "streamable-http") -> AsyncIterator[Program]:
+async def started(transport: str, grace: int) -> AsyncIterator[Program]:
     port = free_port()
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*program(SERVER, transport, str(port)), **pipes)
+    process = await asyncio.create_subprocess_exec(*program(SERVER, transport, str(port), str(grace)), **pipes)
     server = Program(f"http://127.0.0.1:{port}", process)
     try:
         await server.says("started")
@@ -545,9 +546,9 @@ async def started(transport: str = "streamable-http") -> AsyncIterator[Program]:
 async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     transport: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """And at once then, though clients keep their streams open: the 5 seconds are for what somebody waits for."""
+    """And at once then, though clients keep their streams open: the time of grace is for what somebody waits for."""
     released, later = tmp_path / "released", tmp_path / "later"
-    async with started(transport) as server, contextlib.AsyncExitStack() as stack:
+    async with started(transport, grace=60) as server, contextlib.AsyncExitStack() as stack:
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
         if transport == "streamable-http":
@@ -564,9 +565,8 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
             await stack.enter_async_context(connected[-1].listen(tools_list_changed=True))
         for client in connected:
             await client.list_tools()  # or it would ask for the tool's output schema when the result comes
-        until = {"until": str(released)}
+        until, last = {"until": str(released)}, {"until": str(later)}
         calls = [asyncio.create_task(client.call_tool("t.patient", until)) for client in connected * 5]
-        last = {"until": str(later)}
         shown = asyncio.create_task(raw.post(f"{server.url}/explorer/tools/t.patient/call", json=last))
         await server.says(*["entered"] * (len(calls) + 1))
 
@@ -589,7 +589,7 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
         assert (await raw.get(f"{server.url}/health")).status_code == 503, "a call of the Explorer is waited for too"
         later.touch()
         assert (await shown).json() == {"result": last}
-        await server.ends_in_order(seconds=4)
+        await server.ends_in_order()
 
 
 def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
@@ -614,7 +614,7 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
     kinds = ["t.endless", "t.blocking", "t.stubborn"]
 
     async def end(transport: str) -> None:
-        async with started(transport) as server, contextlib.AsyncExitStack() as stack:
+        async with started(transport, grace=1) as server, contextlib.AsyncExitStack() as stack:
             raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
             endpoint = f"{server.url}/mcp"
             if transport == "sse":
@@ -635,10 +635,10 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
             for _ in range(5):  # round trips behind which the server has seen all of that
                 assert (await raw.get(f"{server.url}/health")).status_code == 200
             server.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):  # 5.3 on an idle machine; two periods of grace would be more
-                await server.says("stopping")
+            await server.says("stopping")
+            async with asyncio.timeout(20):
                 await asyncio.gather(*calls, return_exceptions=True)  # none is left waiting
-                await server.ends_in_order(seconds=10)
+            await server.ends_in_order()
 
     for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
         if failure is not None:
