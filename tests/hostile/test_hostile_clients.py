@@ -50,7 +50,10 @@ async def census(inputs, context):
     return {"ran": len(ran), "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
 options = {}
-if sys.argv[1:]:
+if not sys.argv[1:]:
+    import apcore_mcp.core
+    apcore_mcp.core._SHUTDOWN_SECONDS = 60  # more than the test waits for
+else:
     options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
 """
@@ -219,7 +222,6 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
 GOOD_IDS: list[int | str] = ["", -5, 10**30, "x" * 100_000, "null", "é\n\u2028"]
 
 
-@pytest.mark.timeout(30)
 def test_whatever_a_client_says_is_answered_by_its_id_or_not_at_all(program: list[str], mode: str) -> None:
     """Strange but legal ids, an id used twice at once, calls that are cancelled in the write that begins them."""
 
@@ -236,7 +238,7 @@ def test_whatever_a_client_says_is_answered_by_its_id_or_not_at_all(program: lis
             client.initialize()
         client.send_line(b"".join(map(line, [*sent, calling("echo", "last")])).strip())
         answers = [client.receive() for _ in range(len(GOOD_IDS) + 3)]
-        stdout, stderr = client.process.communicate(timeout=4)  # or it would wait for what has been cancelled
+        stdout, stderr = client.process.communicate(timeout=20)  # or it would wait for what has been cancelled
     assert {"last", *GOOD_IDS} <= {answered["id"] for answered in answers if "result" in answered}
     assert [answered["id"] for answered in answers].count(1) == 2
     assert (stdout, client.process.returncode, b"Traceback" in stderr) == (b"", 0, False)
