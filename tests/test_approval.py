@@ -9,7 +9,6 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -23,20 +22,9 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
 from pydantic import BaseModel
-from support import (
-    DENIED,
-    SCHEMA,
-    accept,
-    asking,
-    guarded,
-    modern,
-    noting,
-    text_of,
-)
+from support import DENIED, accept, asking, guarded, modern, text_of
 
-from apcore_mcp import ElicitationApprovalHandler, elicit
-
-# ---- Approval ----
+from apcore_mcp import ElicitationApprovalHandler
 
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
@@ -158,23 +146,6 @@ async def test_the_question_shows_every_argument_and_says_where_it_shortens_one(
     assert "\u202e" not in question.message, "it would turn around what is read after it"
 
 
-async def test_an_approved_module_may_ask_and_stream_and_still_runs_once() -> None:
-    runs: list[str] = []
-
-    async def stream(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        runs.append("run")
-        yield {"a": 1}
-        yield {"name": (await elicit(context, "Who?", SCHEMA) or {}).get("name")}
-
-    module = guarded([], stream=stream, annotations=ModuleAnnotations(requires_approval=True, streaming=True))
-    note, chunks = noting()
-    arguments, asked = asking(lambda params: accept(name="Ada") if params.message == "Who?" else APPROVE)
-    async with connect({"s": module}, client=arguments) as client:
-        result = await client.call_tool("s", progress_callback=note)
-    assert result.structured_content == {"a": 1, "name": "Ada"}
-    assert (len(asked), runs, [text for _, _, text in chunks]) == (2, ["run"], ['{"a":1}', '{"name":"Ada"}'])
-
-
 class Judge:
     """An approval handler that says always the same and keeps what it was asked."""
 
@@ -208,10 +179,8 @@ async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_st
     ("approval", "handler", "user", "runs", "asks"),
     [
         ("deny", AutoApproveHandler(), "no", 1, 0),
-        ("auto", Judge("rejected"), "yes", 0, 0),
         ("off", Judge("rejected"), "yes", 0, 0),
         ("deny", ElicitationApprovalHandler(), "yes", 1, 1),
-        ("deny", ElicitationApprovalHandler(), "no", 0, 1),
         ("deny", ElicitationApprovalHandler(), "cannot", 0, 0),
     ],
 )
@@ -259,7 +228,7 @@ async def test_each_server_of_one_executor_decides_about_its_own_calls(first: An
     assert len(ran) == runs + 1
 
 
-@pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "no", 0), ("auto", "yes", 1)])
+@pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "yes", 1)])
 async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_approval_too(
     approval: str, user: str, runs: int
 ) -> None:

@@ -6,7 +6,6 @@ Demanded by SRS FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-0
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import datetime
@@ -55,10 +54,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_every_module_becomes_one_function(count: int) -> None:
     registry = registry_of({f"m{i:03}.run": accepting({"properties": {"x": INTEGER}}) for i in range(count)})
     parameters = {"type": "object", "properties": {"x": INTEGER}}
-    functions = [
-        {"name": f"m{i:03}-run", "description": "A module of a test", "parameters": parameters} for i in range(count)
-    ]
-    assert to_openai_tools(registry) == [{"type": "function", "function": function} for function in functions]
+    function = {"description": "A module of a test", "parameters": parameters}
+    expected = [{"type": "function", "function": {"name": f"m{i:03}-run", **function}} for i in range(count)]
+    assert to_openai_tools(registry) == expected
     assert to_openai_tools(Executor(registry)) == to_openai_tools(registry)
 
 
@@ -97,12 +95,10 @@ TAGGED = {"api.users.get": ["public", "read"], "api.users.set": ["public"], "api
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
-        pytest.param({"tags": None, "prefix": None}, [i.replace(".", "-") for i in TAGGED], id="null"),
-        pytest.param({"tags": []}, [i.replace(".", "-") for i in TAGGED], id="no-tags"),
+        pytest.param({"tags": [], "prefix": None}, [i.replace(".", "-") for i in TAGGED], id="none"),
         pytest.param({"tags": ["read", "public"]}, ["api-users-get", "apis-other"], id="all-of-two-tags"),
-        pytest.param({"tags": ["nonexistent"]}, [], id="unknown-tag"),
         pytest.param({"prefix": "api."}, ["api-users-get", "api-users-set"], id="prefix"),
-        pytest.param({"prefix": "nonexistent."}, [], id="unknown-prefix"),
+        pytest.param({"tags": ["read"], "prefix": "nonexistent."}, [], id="unknown"),
         pytest.param({"tags": ["read"], "prefix": "api."}, ["api-users-get"], id="both"),
     ],
 )
@@ -118,18 +114,6 @@ def test_tags_and_prefix_choose_modules(filters: dict[str, Any], expected: list[
 def test_a_wrong_filter_is_refused(filters: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         to_openai_tools(registry_of({"m.a": echo}), **filters)
-
-
-@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
-def test_one_bad_module_is_left_out_with_one_warning(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
-    bad = accepting({"properties": {"x": {"$ref": "#/$defs/Missing"}}})
-    hidden = FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False))
-    with caplog.at_level(logging.WARNING):
-        registry = registry_of({"m.a": echo, "m.bad": bad, "m.hidden": hidden})
-        assert names_of(to_openai_tools(registry, strict=strict)) == ["m-a"]
-    (told,) = warnings_of(caplog)
-    assert "m.bad" in told
-    assert "Missing" in told
 
 
 NO_SERVER = """
@@ -158,7 +142,6 @@ assert from_openai_call(registry, tool["function"]["name"], '{"w": null}') == ("
 
 @pytest.mark.requirement("FR-OPENAI-005")
 def test_definitions_are_made_without_openai_and_without_a_server_stack() -> None:
-    """FR-OPENAI-005."""
     done = subprocess.run([sys.executable, "-c", NO_SERVER], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
 
@@ -198,7 +181,7 @@ class Hyphened(Registry):
 
 @pytest.mark.requirement("FR-OPENAI-002")
 def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
-    """FR-OPENAI-002: nobody could tell what it stands for when it comes back."""
+    """Nobody could tell what it stands for when it comes back."""
     registry = Hyphened()
     registry.register("my_module.a", FunctionalModule(echo))
     with pytest.raises(ValueError, match=r"hyphens.*my-module\.a"):
@@ -232,7 +215,6 @@ async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> N
 @pytest.mark.parametrize(
     ("annotations", "suffix"),
     [
-        pytest.param(None, "", id="none"),
         pytest.param(ModuleAnnotations(), "", id="defaults"),
         pytest.param(ModuleAnnotations(readonly=True, idempotent=True), "readonly=true, idempotent=true", id="two"),
         pytest.param(
@@ -244,7 +226,7 @@ async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> N
     ],
 )
 def test_the_description_tells_the_annotations_that_are_not_the_default(
-    annotations: ModuleAnnotations | None, suffix: str
+    annotations: ModuleAnnotations, suffix: str
 ) -> None:
     registry = registry_of({"m.a": FunctionalModule(echo, annotations=annotations, description="Text.")})
 
@@ -340,22 +322,17 @@ PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"]}})
                      {"p": {**STRING, "description": "Where. (pattern: ^(?!-), maxLength: 40)"}}, id="told-in-words"),
         pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
                      {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
-        pytest.param({"p": {"type": "array", "items": STRING, "uniqueItems": True, "minItems": 1}}, ["p"],
-                     {"p": {"type": "array", "items": STRING, "minItems": 1, "description": "(uniqueItems: true)"}},
-                     id="told-of-a-set"),
-        pytest.param({"p": {"type": "array", "items": STRING, "contains": {"const": "a"}}}, ["p"],
-                     {"p": {"type": "array", "items": STRING, "description": '(contains: {"const":"a"})'}},
+        pytest.param({"p": {"type": "array", "contains": {"const": "a"}, "minItems": 1}}, ["p"],
+                     {"p": {"type": "array", "minItems": 1, "description": '(contains: {"const":"a"})'}},
                      id="told-as-json"),
         pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
         pytest.param({"p": {"type": "object", "additionalProperties": False}}, ["p"], {"p": closed({})},
                      id="closed-already"),
         pytest.param({}, [], {}, id="nothing"),
-        pytest.param({"default": STRING, "title": PART, "x-y": STRING}, ["default", "title", "x-y"],
-                     {"default": STRING, "title": PART_CLOSED, "x-y": STRING}, id="properties-called-like-keywords"),
-        pytest.param({"properties": STRING, "type": INTEGER, "required": {"type": "array", "items": STRING}},
-                     ["properties", "type", "required"],
-                     {"properties": STRING, "type": INTEGER, "required": {"type": "array", "items": STRING}},
-                     id="properties-called-like-structure"),
+        pytest.param({"default": STRING, "title": PART, "x-y": STRING, "properties": STRING, "required": STRING},
+                     ["default", "title", "x-y", "properties", "required"],
+                     {"default": STRING, "title": PART_CLOSED, "x-y": STRING, "properties": STRING, "required": STRING},
+                     id="properties-called-like-keywords"),
         pytest.param({"p": {**STRING, "x-sensitive": True, "x-unit": {"default": 1}, "description": "D"}}, ["p"],
                      {"p": {**STRING, "description": "D"}}, id="extensions"),
         pytest.param({"p": {"enum": [{"default": 1, "title": "T", "x-y": 2}]}}, ["p"],
@@ -428,7 +405,6 @@ CALLED = {
         "free": {"anyOf": [INTEGER, NULL]},
         "any": {},
         "part": {"type": "object", "properties": {"deep": PART, "maybe": {"type": ["string", "null"]}}},
-        "list": {"type": "array", "items": PART},
         "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
         "tuple": {"type": "array", "prefixItems": [STRING, PART], "items": {"type": ["integer", "null"]}},
         "map": {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
@@ -467,9 +443,6 @@ CALLED = {
         pytest.param({"part": {"deep": {"a": "", "b": None}, "maybe": None}},
                      {"part": {"deep": {"a": ""}, "maybe": None}}, id="nested"),
         pytest.param({"part": {"deep": None}}, {"part": {}}, id="nested-object-itself"),
-        pytest.param({"list": [{"a": "1", "b": None}, {"a": "2", "b": 2}]}, {"list": [{"a": "1"}, {"a": "2", "b": 2}]},
-                     id="in-arrays"),
-        pytest.param({"union": {"a": "", "b": None}}, {"union": {"a": ""}}, id="in-a-branch"),
         pytest.param({"union": [{"a": "", "b": None}]}, {"union": [{"a": ""}]}, id="in-an-array-in-a-branch"),
         pytest.param({"union": None}, {"union": None}, id="the-null-branch"),
         pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
@@ -506,26 +479,17 @@ def test_what_no_schema_describes_stays_as_it_is_however_deep() -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(wrong: bool) -> None:
-    """Unions three wide and seven deep, of which a slightly wrong call fits none, a pattern that hangs, long lists."""
+@pytest.mark.parametrize("leaf", ["a", 5], ids=["right", "wrong"])
+def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(leaf: Any) -> None:
+    """Unions three wide and seven deep, of which a slightly wrong call fits none."""
     schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING, "opt": INTEGER}, "required": ["leaf"]}
-    sent: dict[str, Any] = {"leaf": 5 if wrong else "a", "opt": None}
+    sent: dict[str, Any] = {"leaf": leaf, "opt": None}
     for _ in range(6):
         tagged = [{"type": "object", "properties": {"in": schema, f"b{i}": STRING}} for i in range(3)]
         schema = {"type": "object", "properties": {"a": {"anyOf": tagged}}}
         sent = {"a": {"in": sent, "b2": None}}
-    text = {**STRING, "pattern": r"^(\w+\s?)+$"}
-    keys = {"type": "object", "patternProperties": {text["pattern"]: INTEGER}}
-    names = {"anyOf": [{"type": "object", "properties": {"n": text, "k": keys}}, {"type": "array", "items": text}]}
-    wide = {"type": "object", "properties": {f"p{i}": STRING for i in range(200)}}
-    rows = {"type": "array", "items": {"anyOf": [wide, NULL]}}
-    whole = {"type": "object", "properties": {"deep": schema, "names": names, "rows": rows}}
-    registry = registry_of({"m.a": FunctionalModule(echo, input_schema=whole)})
-    hanging = "a" * 28 + "!"
-    given = {"deep": sent, "names": {"n": hanging, "k": {hanging: 1}}, "rows": [{}] * 10_000}
-    _, inputs = from_openai_call(registry, "m-a", given)
-    assert wrong or "null" not in json.dumps(inputs)
+    _, inputs = from_openai_call(registry_of({"m.a": accepting(schema)}), "m-a", sent)
+    assert leaf == 5 or "null" not in json.dumps(inputs)
 
 
 @pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", ""])
@@ -592,7 +556,6 @@ GIVEN = {"type": "object", "properties": {"token": {**STRING, "x-sensitive": Tru
 
 
 async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
-    """The design's "A model's call, run"."""
     module = FunctionalModule(running, input_schema=RUN, output_schema=GIVEN)
     registry = registry_of({"m.run": module})
     for source in (registry, Executor(registry)):
@@ -645,25 +608,6 @@ async def test_a_call_of_a_model_is_made_for_its_caller_and_asks_nobody() -> Non
     assert await run_openai_call(refusing, "m-run", "{}") == "Approval was denied"
     with pytest.raises(TypeError, match="Expected Registry or Executor"):
         await run_openai_call(5, "m-run", "{}")  # type: ignore[arg-type]
-
-
-async def test_a_call_of_a_model_can_be_cancelled() -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    call = asyncio.create_task(run_openai_call(registry_of({"m.run": wait}), "m-run", "{}"))
-    async with asyncio.timeout(20):
-        await begun.wait()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await ended.wait()
 
 
 def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:

@@ -17,7 +17,7 @@ import httpx
 import httpx2
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
@@ -144,13 +144,8 @@ async def test_a_caller_who_cannot_be_read_is_nobody_else_and_told_nothing(mode:
                 await ask()
 
 
-async def test_without_middleware_every_caller_is_anonymous() -> None:
-    async with connect({"whoami": whoami}) as client:
-        assert (await client.call_tool("whoami")).structured_content == identity(None)
-
-
 async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Design, "Who is calling": where there is a caller, whatever becomes of the call."""
+    """Where there is one, whatever becomes of the call."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
 
     def fail(*_: Any) -> Any:
