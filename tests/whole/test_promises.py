@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, NotRequired
 
 import pytest
-from apcore import Executor, ModuleAnnotations
+from apcore import Executor
 from apcore.decorator import module
 from conftest import MODERN, FunctionalModule, connect, registry_of
 from generated import QUICK, Value, models
@@ -43,6 +43,7 @@ from pydantic import (
     field_serializer,
 )
 from pydantic.alias_generators import to_camel
+from support import asking, guarded
 from typing_extensions import TypedDict
 
 from apcore_mcp import to_openai_tools
@@ -50,7 +51,6 @@ from apcore_mcp import to_openai_tools
 D = decimal.Decimal
 REDACTED = "***REDACTED***"
 MARK: Any = {"x-sensitive": True}
-NEEDS_APPROVAL = ModuleAnnotations(requires_approval=True)
 
 
 class Camel(BaseModel):
@@ -293,9 +293,9 @@ class Attachment(BaseModel):
     data: bytes
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b"text"], ids=["no-text", "text"])
-async def test_bytes_are_base64_wherever_they_stand(data: bytes) -> None:
+async def test_bytes_are_base64_wherever_they_stand() -> None:
     """In what is returned itself; what holds models says `ser_json_bytes="base64"` in them."""
+    data = b"\xff\xfe"
 
     class Mail(BaseModel):
         attachments: list[Attachment]
@@ -342,34 +342,20 @@ class Told(BaseModel):
     serialization_exclude: list[int] = []
 
 
-PROMISES: dict[str, tuple[Any, list[str] | None]] = {
-    "ordinary": (Told, ["where", "page", "price", "alias", "serialization_exclude"]),
-    "aliases": (Aliased, None),
-    "computed": (ClosedAndComputed, None),
-    "excluded": (Hiding, None),
-    "serializers": (Serialized, None),
-    "coerced": (Coerced, None),
-    "json": (Parsed, None),
-    "in-seconds": (InSeconds, None),
-    "inside": (create_model("Outer", inner=(list[Aliased], ...)), None),
-    "a-dict": (dict[str, Told], None),
-}
-"""An output, and which of its properties are promised."""
+NOT_ORDINARY = [Aliased, ClosedAndComputed, Hiding, Serialized, Coerced, Parsed, InSeconds, dict[str, Told]]
+NOT_ORDINARY.append(create_model("Outer", inner=(list[Aliased], ...)))
 
 
 async def test_the_whole_of_an_ordinary_model_is_promised_and_of_others_an_object() -> None:
     """What an ordinary one requires is what may not be left out; FastMCP's clients make types of it."""
-    modules = {f"t.m{n}": returning(kind, None) for n, (kind, _) in enumerate(PROMISES.values())}
+    modules = {f"t.m{n}": returning(kind, None) for n, kind in enumerate([Told, *NOT_ORDINARY])}
     async with connect(modules) as client:
         advertised = [tool.output_schema for tool in (await client.list_tools()).tools]
-    for name, schema in zip(PROMISES, advertised, strict=True):
-        _, promised = PROMISES[name]
-        if promised is None:
-            assert schema == {"type": "object"}, name
-        else:
-            assert schema is not None
-            assert [*schema["properties"]] == promised
-            assert schema["required"] == ["where", "page", "price"]
+    ordinary, *others = advertised
+    assert ordinary is not None
+    assert [*ordinary["properties"]] == ["where", "page", "price", "alias", "serialization_exclude"]
+    assert ordinary["required"] == ["where", "page", "price"]
+    assert others == [{"type": "object"}] * len(NOT_ORDINARY)
 
 
 async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_promised() -> None:
@@ -506,19 +492,12 @@ class Access(Camel):
     pin: str = Field("", validation_alias=AliasChoices("pinCode", "code"), json_schema_extra=MARK)
 
 
-@pytest.mark.parametrize("name", ["pass_phrase", "passPhrase", "pinCode", "code", "pin"])
-async def test_the_question_for_approval_hides_a_marked_argument_under_every_name(name: str) -> None:
-    """A second choice of an alias stands in no schema: then the names are all that is shown."""
-    asked: list[str] = []
-
-    async def decline(context: Any, params: Any) -> Any:
-        asked.append(params.message)
-        return ElicitResult(action="decline")
-
-    module_ = FunctionalModule(lambda inputs, context: {}, input_schema=Access, annotations=NEEDS_APPROVAL)
-    async with connect({"t.a": module_}, client={"elicitation_callback": decline}) as client:
-        await client.call_tool("t.a", {"user": "ann", name: "S3CR3T"})
-    (question,) = asked
-    assert "S3CR3T" not in question
-    assert name in question
-    assert ("ann" in question) is (name != "code")
+async def test_the_question_for_approval_hides_a_marked_argument_under_every_name() -> None:
+    """A second choice of an alias stands in no schema, so what the schema does not name may be one."""
+    arguments, asked = asking(ElicitResult(action="decline"))
+    names = ["pass_phrase", "passPhrase", "pinCode", "code", "pin"]
+    async with connect({"t.a": guarded([], input_schema=Access)}, client=arguments) as client:
+        for name in names:
+            await client.call_tool("t.a", {"user": "ann", name: "S3CR3T"})
+    for name, question in zip(names, asked, strict=True):
+        assert f"{{'{name}': '{REDACTED}', 'user': 'ann'}}" in question.message
