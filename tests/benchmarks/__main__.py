@@ -29,12 +29,12 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from apcore import Executor
+from apcore import Context, Executor
 
 import apcore_mcp
 
 from .client import HANDSHAKE, MODERN, ROOT, Server, Side
-from .server import KINDS, Order, modules
+from .server import GUARD, KINDS, Order, modules
 
 READING = """\
 Ratio: what ours costs by what the yardstick costs, so 1.00 is par and less is better, also where calls/s are shown.
@@ -142,6 +142,19 @@ class ExecutorAlone:
         return asyncio.run(work())
 
 
+def decisions(count: int) -> float:
+    """What the ACL alone takes to decide on so many tools."""
+    names, context = modules(count).list(), Context.create()
+
+    async def work() -> float:
+        begin = time.perf_counter()
+        for name in names:
+            await GUARD.async_check_access(None, name, context)
+        return time.perf_counter() - begin
+
+    return asyncio.run(work())
+
+
 def rows(sizes: Sizes, tree: Path | None) -> Iterator[Row]:
     ours, other, against = Server("ours", sizes.few), Server("minimal", sizes.few), "minimal server"
     if tree:
@@ -167,6 +180,13 @@ def rows(sizes: Sizes, tree: Path | None) -> Iterator[Row]:
     for count, (era, names) in itertools.product(dict.fromkeys((sizes.few, sizes.many)), ways):
         named, theirs = replace(ours, count=count, era=era, names=names), replace(other, count=count, era=era)
         yield Row(f"tools/list, {count} tools, {era}, {names}", listing, named, theirs, against, 1.0)
+
+    def guarding(subject: Any) -> float:
+        """What an ACL adds to a `tools/list` of ours, or takes by itself."""
+        return decisions(subject) if isinstance(subject, int) else listing(subject[0]) - listing(subject[1])
+
+    pair = Server("guarded", 3 * sizes.few), Server("ours", 3 * sizes.few)
+    yield Row(f"an ACL's part in tools/list, {3 * sizes.few} tools", guarding, pair, 3 * sizes.few, "ACL alone", 1.5)
 
     def start(count: int) -> float:
         """From the registry to the first answer, by module."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import mcp.server.lowlevel  # before `started`: how long the SDK takes to import is no part of a server's growth
-from apcore import Executor, Registry
+from apcore import ACL, ACLRule, Executor, Registry
 from pydantic import BaseModel, Field
 
 
@@ -51,6 +51,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ten": (Order, {"customer": "Ann", "email": "ann@example.com", "quantity": 2, "price": 9.5, "tags": ["a", "b"]}),
 }
 """The kinds of module whose calls are measured: the schema, and arguments that satisfy it."""
+
+
+ROLES = [ACLRule(["@external"], [f"area{n}.*"], "allow", conditions={"roles": [f"role{n}"]}) for n in range(9)]
+GUARD = ACL([*ROLES, ACLRule(["@external"], ["*"], "allow")], "deny")
 
 
 class Echo:
@@ -202,7 +206,7 @@ def run_workers(count: int, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "minimal", "workers"))
+    parser.add_argument("side", choices=("ours", "guarded", "minimal", "workers"))
     parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
@@ -227,7 +231,8 @@ def main() -> None:
 
     options = {"transport": "streamable-http", "port": arguments.port} if arguments.port else {}
     Grow.started = time.monotonic()
-    serve(registry, tool_names=arguments.names, **options)
+    executor = Executor(registry, acl=GUARD if arguments.side == "guarded" else None)
+    serve(executor, tool_names=arguments.names, **options)
 
 
 if __name__ == "__main__":
