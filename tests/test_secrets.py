@@ -30,8 +30,6 @@ from support import (
     success_text,
 )
 
-from apcore_mcp import to_openai_tools
-
 SECRET_PIN = 918273645
 
 
@@ -381,7 +379,8 @@ def dict_schema() -> dict[str, Any]:
 NAMELESS = {key: ACCOUNT[key] for key in ("author", "pin", "first", "keys", "maybe", "by_name", "secrets")}
 NUMBER, SECRET_NUMBER = {"type": "integer"}, {"type": "integer", "x-sensitive": True}
 PAIR = {"type": "object", "properties": {"pair": {"type": "array", "prefixItems": [NUMBER, SECRET_NUMBER]}}}
-PATTERN = {"type": "object", "properties": {"count": NUMBER}, "patternProperties": {"^secret_": SECRET_NUMBER}}
+SECRETS = ("secret_a", "secret_with_a_schema_of_its_own")
+PATTERN = {"type": "object", "properties": {SECRETS[1]: NUMBER}, "patternProperties": {"^secret_": SECRET_NUMBER}}
 REST = {"type": "object", "properties": {"count": {}}, "additionalProperties": SECRET_NUMBER}
 
 SECRET = {"x-sensitive": True}
@@ -435,13 +434,8 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     ),
     "model": (Account, ACCOUNT, SHOWN),
     "dict": (dict_schema(), NAMELESS, {key: SHOWN[key] for key in NAMELESS}),
-    "one_place_of_a_tuple": (PAIR, {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}),
-    "some_names": (PATTERN, {"count": 1, "secret_a": 918273645}, {"count": 1, "secret_a": REDACTED}),
-    "some_names_that_have_a_schema_of_their_own": (
-        {**PATTERN, "properties": {"count": NUMBER, "secret_a": NUMBER}},
-        {"count": 1, "secret_a": 918273645},
-        {"count": 1, "secret_a": REDACTED},
-    ),
+    "one_place_of_a_tuple": (PAIR, {"pair": [1, 918273645]}, {"pair": [REDACTED, REDACTED]}),
+    "some_names": (PATTERN, dict.fromkeys(SECRETS, 918273645), dict.fromkeys(SECRETS, REDACTED)),
     "all_other_names": (REST, {"count": 1, "else": 918273645}, {"count": 1, "else": REDACTED}),
     "nothing": (held({"type": ["string", "null"], **SECRET}), {"p": None}, {"p": None}),
     "the_whole": ({"type": "object", **SECRET}, {"p": 918273645}, REDACTED),
@@ -498,9 +492,3 @@ async def test_a_mark_in_a_model_that_is_built_late_hides_under_both_names() -> 
     given = {"inner": Inner(token="S3CR3T")}
     async with connect({"a.late": gives(given, output_schema=Outer)}) as client:
         assert "S3CR3T" not in (await client.call_tool("a.late", {})).model_dump_json()
-
-
-def test_a_mark_behind_a_dynamic_reference_leaves_out_its_module() -> None:
-    marked = {"$dynamicAnchor": "t", "type": "string", "x-sensitive": True}
-    schema = {"type": "object", "properties": {"a": {"$dynamicRef": "#t"}}, "$defs": {"t": marked}}
-    assert to_openai_tools(registry_of({"a.dynamic": gives({"a": "S3CR3T"}, output_schema=schema)})) == []

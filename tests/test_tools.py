@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import Executor, FunctionModule, ModuleAnnotations, Registry
-from apcore.policy import ExecutionPolicy, PolicyRule
+from apcore import FunctionModule, ModuleAnnotations, Registry
 from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp_types import Implementation
@@ -112,32 +111,6 @@ async def test_what_authors_and_operators_wrote_for_agents_reaches_them() -> Non
     async with connect(registry) as client:
         assert [tool.description for tool in (await client.list_tools()).tools] == expected
     assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
-
-
-@pytest.mark.requirement("FR-ANNOT-006")
-@pytest.mark.parametrize(
-    ("declared", "policy", "needed"),
-    [
-        pytest.param({}, ExecutionPolicy([PolicyRule("demo.*", requires_approval=True)]), True, id="rule"),
-        pytest.param({}, ExecutionPolicy([PolicyRule("other.*", requires_approval=True)]), False, id="other-rule"),
-        pytest.param({"destructive": True}, ExecutionPolicy(gate_destructive=True), True, id="destructive"),
-        pytest.param({"requires_approval": True}, ExecutionPolicy(), True, id="declared"),
-        pytest.param({"requires_approval": True}, ExecutionPolicy([PolicyRule("*", requires_approval=False)]), False,
-                     id="waived"),
-        pytest.param({"requires_approval": True}, None, True, id="no-policy"),
-    ],
-)  # fmt: skip
-async def test_approval_that_an_operator_demands_is_told_like_a_modules_own(
-    declared: dict[str, bool], policy: ExecutionPolicy | None, needed: bool
-) -> None:
-    executor = Executor(
-        registry_of({"demo.a": FunctionalModule(echo, annotations=ModuleAnnotations(**declared))}), policy=policy
-    )
-    async with connect(executor) as client:
-        (tool,) = (await client.list_tools()).tools
-    assert (tool.meta or {})["apcore/requires_approval"] is needed
-    (function,) = to_openai_tools(executor, embed_annotations=True)
-    assert ("requires_approval=true" in function["function"]["description"]) is needed
 
 
 @pytest.mark.requirement("FR-SERVER-011")

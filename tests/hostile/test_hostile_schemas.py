@@ -5,10 +5,8 @@ mode makes of them OpenAI takes, or a warning says that it will not (FR-SCHEMA-*
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -21,7 +19,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from support import check, nested, one, subschemas
 
-from apcore_mcp import core, from_openai_call, run_openai_call, to_openai_tools
+from apcore_mcp import from_openai_call, to_openai_tools
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
@@ -259,39 +257,3 @@ def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_ac
         _, inputs = from_openai_call(registry, "a-module", json.dumps(sent))
         errors = [error.message for error in Draft202012Validator(schema).iter_errors(inputs)]
         assert errors == [], (schema, sent, inputs)
-
-
-# ---- How much work a schema can make ----
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[list[str]]:
-    """The files of the Python functions that are called in this thread."""
-    calls: list[str] = []
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            calls.append(frame.f_code.co_filename)
-
-    sys.setprofile(count)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-
-
-async def test_one_mark_costs_a_result_no_more_among_many_kinds_than_among_few() -> None:
-    """Where nothing is marked, nobody looks: each of these results fits the first kind."""
-
-    async def cost(kinds: int, length: int) -> int:
-        variants = [one({**STRING, "maxLength": number}) for number in range(kinds)]
-        token = {"properties": {"token": {**STRING, "x-sensitive": True}}}
-        schema = one({"type": "array", "items": {"anyOf": [*variants, token]}})
-        output = {"p": [{"p": ""}] * length}
-        registry = registry_of({"a.module": FunctionalModule(lambda *_: output, output_schema=schema)})
-        with counting() as calls:
-            assert json.loads(await run_openai_call(registry, "a-module", {})) == output
-        return calls.count(core.__file__)  # apcore's own redaction looks at all
-
-    few, many = [await cost(kinds, 20) - await cost(kinds, 10) for kinds in (5, 50)]
-    assert many < 1.5 * few
