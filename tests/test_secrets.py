@@ -207,6 +207,13 @@ async def passing_on(inputs: dict[str, Any], context: Any) -> Any:
     return await context.executor.call_async(f"login.{inputs['how']}", inputs, context)
 
 
+async def wrapping(inputs: dict[str, Any], context: Any) -> Any:
+    try:
+        return await passing_on(inputs, context)
+    except ModuleError as error:
+        raise RuntimeError(f"cannot log in: {error}") from error
+
+
 def from_a_thread(inputs: dict[str, Any], context: Any) -> Any:
     return context.executor.call(f"login.{inputs['how']}", inputs, context)
 
@@ -220,7 +227,7 @@ async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[
     await passing_on(inputs, context)
 
 
-WAYS: list[Callable[..., Any]] = [passing_on, from_a_thread, through_a_third, streaming]
+WAYS: list[Callable[..., Any]] = [passing_on, wrapping, from_a_thread, through_a_third, streaming]
 
 
 @pytest.fixture(scope="module")
