@@ -39,7 +39,8 @@ async def test_an_image_of_a_pydantic_model_arrives_as_image_content(mode: str) 
         chart: bytes = Field(json_schema_extra=media)
         legend: bytes | None = Field(None, json_schema_extra=media)
 
-    async with connect({"draw.chart": gives({"points": 3, "chart": AWKWARD}, output_schema=Chart)}, mode=mode) as client:
+    module = gives({"points": 3, "chart": AWKWARD}, output_schema=Chart)
+    async with connect({"draw.chart": module}, mode=mode) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("draw.chart", {})
     assert not result.is_error
