@@ -5,47 +5,38 @@ SERVER-011; design "Annotations", "Tool names").
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import httpx
 import pytest
-from apcore import Executor, FunctionModule, ModuleAnnotations, Registry
-from apcore.policy import ExecutionPolicy, PolicyRule
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, registry_of, serving
+from apcore import FunctionModule, ModuleAnnotations, Registry
+from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp_types import Implementation
-from support import Size, gives, parsed, success_text
+from support import Size, StreamingModule, gives, listed, one, parsed, success_text
 
 from apcore_mcp import from_openai_call, to_openai_tools
 
 # ---- Tool definitions ----
 
 DEFAULTS = {"read_only_hint": False, "destructive_hint": False, "idempotent_hint": False, "open_world_hint": True}
-
-
-# What a module declares, and what is told of it that is not the default.
-ANNOTATED: list[tuple[ModuleAnnotations | None, dict[str, bool]]] = [
-    (None, {}),
-    (ModuleAnnotations(), {}),
-    (ModuleAnnotations(destructive=True), {"destructive_hint": True}),
-    (ModuleAnnotations(readonly=True), {"read_only_hint": True}),
-    (ModuleAnnotations(idempotent=True), {"idempotent_hint": True}),
-    (ModuleAnnotations(open_world=False), {"open_world_hint": False}),
-    (ModuleAnnotations(requires_approval=True), {"requires_approval": True}),
-    (ModuleAnnotations(cacheable=True), {"cacheable": True}),
-    (ModuleAnnotations(paginated=True), {"paginated": True}),
-]
 FLAGS = ("requires_approval", "streaming", "cacheable", "paginated")
+DEFAULTS |= dict.fromkeys(FLAGS, False)
+# By what name a tool tells what its module declares.
+TOLD = {"readonly": "read_only_hint", "destructive": "destructive_hint", "idempotent": "idempotent_hint"}
+TOLD |= {"open_world": "open_world_hint", **{flag: flag for flag in FLAGS}}
+# What a module declares, and what is told of it that is not the default.
+ANNOTATED: list[tuple[ModuleAnnotations | None, dict[str, bool]]] = [(None, {})]
+for name, told in TOLD.items():
+    ANNOTATED.append((ModuleAnnotations(**{name: not DEFAULTS[told]}), {told: not DEFAULTS[told]}))
 
 
 @pytest.mark.requirement("FR-ANNOT-001", "FR-ANNOT-002", "FR-ANNOT-003", "FR-ANNOT-004", "FR-ANNOT-005", "FR-ANNOT-006")
 async def test_a_tool_tells_what_its_module_declares() -> None:
-    facts: dict[str, Any] = {"description": "Makes it smaller. é", "version": "2.1.0", "tags": ["image", "fast"]}
+    facts: dict[str, Any] = {"description": "Makes it smaller. é", "version": "2.1.0", "input_schema": Size}
+    facts["tags"] = ["image", "fast"]
     modules = {
-        f"image.m{number:02}": FunctionalModule(
-            echo, name="Resize", annotations=annotations, input_schema=Size, **facts
-        )
+        f"image.m{number:02}": StreamingModule([], name="Resize", annotations=annotations, **facts)
         for number, (annotations, _) in enumerate(ANNOTATED)
     }
     async with connect({**modules, "nameless": echo}) as client:
@@ -59,8 +50,7 @@ async def test_a_tool_tells_what_its_module_declares() -> None:
         told = {key.removeprefix("apcore/"): value for key, value in (tool.meta or {}).items()}
         assert (told["version"], told["tags"]) == ("2.1.0", ["image", "fast"])
         told |= tool.annotations.model_dump(include=set(DEFAULTS))
-        expected = {**DEFAULTS, **dict.fromkeys(FLAGS, False), **different}
-        assert {key: told[key] for key in expected} == expected
+        assert {key: told[key] for key in DEFAULTS} == {**DEFAULTS, **different}
 
 
 def test_an_annotation_is_true_or_false_whatever_a_module_wrote() -> None:
@@ -68,21 +58,17 @@ def test_an_annotation_is_true_or_false_whatever_a_module_wrote() -> None:
     annotations = ModuleAnnotations(readonly="yes", destructive=None, streaming=1)  # type: ignore[arg-type]
     with serving(registry_of({"demo.a": FunctionalModule(echo, annotations=annotations)}), explorer=True) as url:
         (tool,) = httpx.get(f"{url}/explorer/tools").json()
-    assert (tool["annotations"]["readOnlyHint"], tool["annotations"]["destructiveHint"]) == (True, False)
-    assert tool["_meta"]["apcore/streaming"] is True
+    hints = tool["annotations"]
+    assert [hints["readOnlyHint"], hints["destructiveHint"], tool["_meta"]["apcore/streaming"]] == [True, False, True]
 
 
 OVERLAY = {"alias": "shrink", "description": "Shrinks a picture.", "guidance": "Ask for the size first."}
 ADVICE = {"x-when-to-use": "Before an upload.", "x-when-not-to-use": "For vector graphics."}
 ADVICE |= {"x-common-mistakes": "Sizes in inches.", "x-workflow-hints": "Then image.store."}
-
-
 PLAIN = "Makes it smaller."
 SAID: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, [PLAIN]),
     ({"display": {"mcp": {"description": ""}, "cli": OVERLAY}}, [PLAIN]),
-    ({"display": {"mcp": None}}, [PLAIN]),
-    ({"display": "Resizer"}, [PLAIN]),
+    ({"display": {"cli": OVERLAY}}, [PLAIN]),
     ({"display": {"mcp": "Resizer"}}, [PLAIN]),
     ({"x-deprecation": {}}, [PLAIN]),
     (
@@ -91,12 +77,11 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
         [PLAIN, "Deprecated since 1.2.0, until 2.0.0, until 2027-01-31. Use image.scale."],
     ),
     ({"x-deprecation": {"reason": "old"}}, [PLAIN, "Deprecated."]),
-    ({"x-deprecation": {"deprecated_since": 1.2, "migration_guide": ["a"]}}, [PLAIN, "Deprecated since 1.2. ['a']"]),
     (
-        {"x-deprecation": {"deprecated_since": "1.2"}, "display": {"mcp": OVERLAY}, **ADVICE},
+        {"x-deprecation": {"deprecated_since": 1.2, "migration_guide": ["a"]}, "display": {"mcp": OVERLAY}, **ADVICE},
         ["Shrinks a picture.", "Guidance: Ask for the size first.", "When to use: Before an upload.",
          "When not to use: For vector graphics.", "Common mistakes: Sizes in inches.",
-         "Workflow hints: Then image.store.", "Deprecated since 1.2."],
+         "Workflow hints: Then image.store.", "Deprecated since 1.2. ['a']"],
     ),
 ]  # fmt: skip
 """A module's metadata, and the paragraphs that agents are told."""
@@ -114,37 +99,11 @@ async def test_what_authors_and_operators_wrote_for_agents_reaches_them() -> Non
     assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
 
 
-@pytest.mark.requirement("FR-ANNOT-006")
-@pytest.mark.parametrize(
-    ("declared", "policy", "needed"),
-    [
-        pytest.param({}, ExecutionPolicy([PolicyRule("demo.*", requires_approval=True)]), True, id="rule"),
-        pytest.param({}, ExecutionPolicy([PolicyRule("other.*", requires_approval=True)]), False, id="other-rule"),
-        pytest.param({"destructive": True}, ExecutionPolicy(gate_destructive=True), True, id="destructive"),
-        pytest.param({"requires_approval": True}, ExecutionPolicy(), True, id="declared"),
-        pytest.param({"requires_approval": True}, ExecutionPolicy([PolicyRule("*", requires_approval=False)]), False,
-                     id="waived"),
-        pytest.param({"requires_approval": True}, None, True, id="no-policy"),
-    ],
-)  # fmt: skip
-async def test_approval_that_an_operator_demands_is_told_like_a_modules_own(
-    declared: dict[str, bool], policy: ExecutionPolicy | None, needed: bool
-) -> None:
-    executor = Executor(
-        registry_of({"demo.a": FunctionalModule(echo, annotations=ModuleAnnotations(**declared))}), policy=policy
-    )
-    async with connect(executor) as client:
-        (tool,) = (await client.list_tools()).tools
-    assert (tool.meta or {})["apcore/requires_approval"] is needed
-    (function,) = to_openai_tools(executor, embed_annotations=True)
-    assert ("requires_approval=true" in function["function"]["description"]) is needed
-
-
 @pytest.mark.requirement("FR-SERVER-011")
 async def test_there_is_one_tool_for_each_module() -> None:
     names = [f"demo.m{number:03}" for number in range(100)]
     async with connect(dict.fromkeys(names, echo)) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == names
+        assert await listed(client) == names
 
 
 class Shaky(Registry):
@@ -162,15 +121,12 @@ async def test_a_module_that_cannot_be_read_is_left_out_by_name(caplog: pytest.L
     registry = Shaky()
     for name in ("demo.a", "demo.bad", "demo.gone", "demo.z"):
         registry.register(name, FunctionalModule(echo))
-    registry.register(
-        "demo.loop",
-        FunctionalModule(echo, input_schema={"type": "object", "properties": {"a": {"$ref": "#"}}}),
-    )
+    registry.register("demo.loop", FunctionalModule(echo, input_schema=one({"$ref": "#"})))
     async with connect(registry) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.a", "demo.z"]
+        assert await listed(client) == ["demo.a", "demo.z"]
         assert parsed(success_text(await client.call_tool("demo.z", {"a": 1}))) == {"a": 1}
     warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
-    for name in ("demo.bad", "demo.loop"):
+    for name in ("demo.bad", "demo.gone", "demo.loop"):
         assert len([message for message in warned if name in message]) == 1
 
 
@@ -178,25 +134,25 @@ async def test_a_module_that_cannot_be_read_is_left_out_by_name(caplog: pytest.L
 
 LONG = "demo." + "a" * 70
 IDS = ["demo.a_b.c1", LONG + ".one", LONG + ".two", "plain"]
-PORTABLE = re.compile(r"^[a-zA-Z0-9_-]{1,64}$")
+# A hash that never changes stands for what is too long.
+PORTABLE = ["demo-a_b-c1", f"demo-{'a' * 49}-043895ba6", f"demo-{'a' * 49}-0790147fe", "plain"]
 CLAUDE = {"client_info": Implementation(name="claude-ai", version="1")}
 OTHER = {"client_info": Implementation(name="someone-else", version="1")}
 
 
-@pytest.mark.parametrize("portable", [True, False])
-async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none(portable: bool) -> None:
+async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none() -> None:
     """In the handshake era as well: see `test_names_are_spelled_as_the_client_can_take_them`."""
     clients = {
-        True: ["claude-ai", "claude-ai (via mcp-remote 0.1.38)", "github-copilot-developer",
-               "JetBrains-IU-copilot-intellij"],
-        False: ["claude-code", "codex-mcp-client", "Visual Studio Code", "not-claude-ai", "mcp"],
+        "image-resize": ["claude-ai", "claude-ai (via mcp-remote 0.1.38)", "github-copilot-developer",
+                         "JetBrains-IU-copilot-intellij"],
+        "image.resize": ["claude-code", "codex-mcp-client", "Visual Studio Code", "not-claude-ai"],
     }  # fmt: skip
     with serving(registry_of({"image.resize": echo})) as url:
-        for name in clients[portable]:
-            who = Implementation(name=name, version="1")
-            async with Client(f"{url}/mcp", mode=MODERN, cache=None, client_info=who) as client:
-                (tool,) = (await client.list_tools()).tools
-            assert tool.name == ("image-resize" if portable else "image.resize"), name
+        for spelled, names in clients.items():
+            for name in names:
+                who = Implementation(name=name, version="1")
+                async with Client(f"{url}/mcp", mode=MODERN, cache=None, client_info=who) as client:
+                    assert await listed(client) == [spelled], name
 
 
 def called(**aliases: Any) -> dict[str, Any]:
@@ -204,8 +160,7 @@ def called(**aliases: Any) -> dict[str, Any]:
     modules = {}
     for name, alias in aliases.items():
         module_id = name.replace("__", ".")
-        display = {"display": {"mcp": {"alias": alias}}}
-        modules[module_id] = FunctionalModule(lambda inputs, context, own=module_id: {"i_am": own}, metadata=display)
+        modules[module_id] = gives({"i_am": module_id}, metadata={"display": {"mcp": {"alias": alias}}})
     return modules
 
 
@@ -243,11 +198,11 @@ async def test_a_function_with_dict_schemas_is_a_tool() -> None:
 async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood() -> None:
     modules = called(image__resize="shrink.image", image__store=None)
     async with connect(modules) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["shrink.image", "image.store"]
+        assert await listed(client) == ["shrink.image", "image.store"]
         for name in ("shrink.image", "shrink-image", "image.resize", "image-resize"):
             assert parsed(success_text(await client.call_tool(name, {}))) == {"i_am": "image.resize"}
     async with connect(modules, client=CLAUDE) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["shrink-image", "image-store"]
+        assert await listed(client) == ["shrink-image", "image-store"]
     assert from_openai_call(registry_of(modules), "image-resize", "{}") == ("image.resize", {})
 
 
@@ -270,7 +225,7 @@ async def test_an_alias_that_is_not_its_own_is_not_used(
     modules = called(**aliases)
     async with connect(modules) as client:
         for _ in range(2):
-            names = [tool.name for tool in (await client.list_tools()).tools]
+            names = await listed(client)
             assert names == [name.rstrip("!") for name in named]
         for module_id, name in zip(modules, names, strict=True):
             assert parsed(success_text(await client.call_tool(name, {}))) == {"i_am": module_id}
@@ -283,64 +238,31 @@ async def test_an_alias_is_given_up_and_taken_back_as_other_modules_come_and_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = registry_of(called(a__b="x"))
-
-    async def names(client: Client) -> list[str]:
-        return [tool.name for tool in (await client.list_tools()).tools]
-
     async with connect(registry) as client:
-        assert await names(client) == ["x"]
-        registry.register("x", echo_module := FunctionalModule(echo))
-        assert await names(client) == ["a.b", "x"]
+        assert await listed(client) == ["x"]
+        registry.register("x", FunctionalModule(echo))
+        assert await listed(client) == ["a.b", "x"]
         assert "i_am" not in parsed(success_text(await client.call_tool("x", {})))
-        registry.register("other", echo_module)
-        assert await names(client) == ["a.b", "other", "x"]
+        registry.register("other", FunctionalModule(echo))
+        assert await listed(client) == ["a.b", "other", "x"]
         assert len([r for r in caplog.records if "a.b" in r.getMessage() and r.levelno == logging.WARNING]) == 1
         registry.unregister("x")
-        assert await names(client) == ["x", "other"]
-
-
-def answering() -> dict[str, Any]:
-    return {module_id: gives({"i_am": module_id}) for module_id in IDS}
+        assert await listed(client) == ["x", "other"]
 
 
 @pytest.mark.parametrize(
-    ("tool_names", "client", "portable"),
+    ("options", "client", "portable"),
     [
-        pytest.param("auto", OTHER, False, id="auto-for-others"),
-        pytest.param("portable", OTHER, True, id="portable"),
-        pytest.param("module-id", CLAUDE, False, id="module-id"),
-        pytest.param(None, CLAUDE, True, id="default-for-claude"),
+        pytest.param({"tool_names": "auto"}, OTHER, False, id="auto-for-others"),
+        pytest.param({"tool_names": "portable"}, OTHER, True, id="portable"),
+        pytest.param({"tool_names": "module-id"}, CLAUDE, False, id="module-id"),
+        pytest.param({}, CLAUDE, True, id="default-for-claude"),
     ],
 )
 async def test_names_are_spelled_as_the_client_can_take_them(
-    tool_names: str | None, client: dict[str, Any], portable: bool, mode: str
+    options: dict[str, Any], client: dict[str, Any], portable: bool, mode: str
 ) -> None:
-    options = {} if tool_names is None else {"tool_names": tool_names}
-    async with connect(answering(), mode=mode, client=client, **options) as connected:
-        names = [tool.name for tool in (await connected.list_tools()).tools]
-        told = [parsed(success_text(await connected.call_tool(name, {})))["i_am"] for name in [*names, *IDS]]
-    assert sorted(told[: len(IDS)]) == sorted(IDS)
-    assert told[len(IDS) :] == IDS
-    if portable:
-        assert [name for name in names if not PORTABLE.fullmatch(name)] == []
-        assert {"demo-a_b-c1", "plain"} < set(names)
-        assert len(set(names)) == len(IDS)
-    else:
-        assert names == sorted(IDS)
-
-
-async def test_one_server_speaks_to_each_client_in_its_own_spelling_and_shortens_alike() -> None:
-    listings = []
-    for _ in range(2):
-        with serving(registry_of(answering())) as url:
-            async with (
-                Client(f"{url}/mcp", mode=HANDSHAKE, cache=None, **CLAUDE) as claude,
-                Client(f"{url}/mcp", mode=MODERN, cache=None, **OTHER) as other,
-            ):
-                dotted = [tool.name for tool in (await other.list_tools()).tools]
-                hyphened = [tool.name for tool in (await claude.list_tools()).tools]
-                answers = [await other.call_tool(name, {}) for name in hyphened]
-        assert dotted == sorted(IDS)
-        assert sorted(parsed(success_text(answer))["i_am"] for answer in answers) == dotted
-        listings.append(hyphened)
-    assert listings[0] == listings[1]
+    async with connect({name: gives({"i_am": name}) for name in IDS}, mode=mode, client=client, **options) as connected:
+        assert await listed(connected) == (PORTABLE if portable else IDS)
+        for name, module_id in zip(PORTABLE + IDS, IDS + IDS, strict=True):
+            assert parsed(success_text(await connected.call_tool(name, {}))) == {"i_am": module_id}
