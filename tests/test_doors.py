@@ -30,7 +30,6 @@ import anyio
 import httpx
 import pytest
 from apcore import APCore, Config, Executor, Middleware, Registry
-from apcore.observability import MetricsCollector, MetricsMiddleware
 from conftest import (
     HANDSHAKE,
     MODERN,
@@ -778,14 +777,6 @@ async def test_apcores_client_is_served_with_its_own_executor_at_every_door() ->
         pass
     assert [tool["function"]["name"] for tool in to_openai_tools(application)] == ["from-client"]
     assert from_openai_call(application, "from-client", {"a": 1}) == ("from.client", {"a": 1})
-
-
-async def test_a_collector_that_the_executor_feeds_is_fed_once() -> None:
-    collector = MetricsCollector()
-    executor = Executor(registry_of({"t.echo": echo}), middlewares=[MetricsMiddleware(collector)])
-    async with async_serve(executor, metrics_collector=collector) as app:
-        await asgi_client(app).post("/mcp", **modern("tools/call", {"name": "t.echo", "arguments": {}}))
-    assert 'calls_total{module_id="t.echo",status="success"} 1\n' in collector.export_prometheus()
 
 
 def test_an_interrupt_while_modules_are_loaded_ends_the_command_line(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Clients that break the rules, vanish or pretend: none gets in, none takes another's place, and nothing is left of
-them in the server (design "HTTP", "stdio", "Cancellation"; NFR-REL). A real server in a process of its own.
+them in the server (design "HTTP", "Cancellation"; NFR-REL). A real server in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from conftest import HANDSHAKE, MODERN, PROGRAM, ROOT, RawClient, free_port, until
-from support import answer, enveloped, handshake, line, message, modern
+from conftest import HANDSHAKE, MODERN, ROOT, free_port, program, until
+from support import answer, handshake, message, modern
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 MIB = 1024 * 1024
@@ -49,12 +49,7 @@ async def wait(inputs, context):
 async def census(inputs, context):
     return {"ran": len(ran), "waiting": waiting, "tasks": len(asyncio.all_tasks())}
 
-options = {}
-if not sys.argv[1:]:
-    import apcore_mcp.core
-    apcore_mcp.core._SHUTDOWN_SECONDS = 60  # more than the test waits for
-else:
-    options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
+options = {"transport": "streamable-http", "port": int(sys.argv[1]), "metrics_collector": True}
 serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
 """
 
@@ -91,17 +86,10 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    path = tmp_path_factory.mktemp("hostile") / "server.py"
-    path.write_text(PROGRAM + SERVER)
-    return [sys.executable, str(path)]
-
-
-@pytest.fixture(scope="module")
-def server(program: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """It has ended well, whatever the tests did to it."""
     port, log = free_port(), tmp_path_factory.mktemp("log") / "stderr"
-    with log.open("wb") as stderr, subprocess.Popen([*program, str(port)], cwd=ROOT, stderr=stderr) as process:
+    with log.open("wb") as stderr, subprocess.Popen(program(SERVER, str(port)), cwd=ROOT, stderr=stderr) as process:
         try:
             until(lambda: b"server started" in log.read_bytes() or process.poll() is not None, seconds=40)
             assert process.poll() is None, log.read_text()
@@ -215,30 +203,3 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
             told = {route: knock(server, route, tricks) for route in (POSTS if "type" in name else POSTS + GETS)}
             assert all(status == 0 or 400 <= status < 500 for status in told.values()), (name, told)
     assert server.ask("t.census")["ran"] == ran + 1  # by who has lost nothing
-
-
-# ---- stdio ----
-
-GOOD_IDS: list[int | str] = ["", -5, 10**30, "x" * 100_000, "null", "é\n\u2028"]
-
-
-def test_whatever_a_client_says_is_answered_by_its_id_or_not_at_all(program: list[str], mode: str) -> None:
-    """Strange but legal ids, an id used twice at once, calls that are cancelled in the write that begins them."""
-
-    def calling(tool: str, request_id: Any) -> dict[str, Any]:
-        params = {"name": f"t.{tool}", "arguments": {}}
-        return message("tools/call", enveloped(params) if mode == MODERN else params, request_id)
-
-    sent = [calling("echo", request_id) for request_id in [*GOOD_IDS, 1, 1]]
-    for n in range(1000, 1300):
-        params = {"requestId": n}
-        sent += [calling("wait", n), {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": params}]
-    with RawClient(program) as client:
-        if mode == HANDSHAKE:
-            client.initialize()
-        client.send_line(b"".join(map(line, [*sent, calling("echo", "last")])).strip())
-        answers = [client.receive() for _ in range(len(GOOD_IDS) + 3)]
-        stdout, stderr = client.process.communicate(timeout=20)  # or it would wait for what has been cancelled
-    assert {"last", *GOOD_IDS} <= {answered["id"] for answered in answers if "result" in answered}
-    assert [answered["id"] for answered in answers].count(1) == 2
-    assert (stdout, client.process.returncode, b"Traceback" in stderr) == (b"", 0, False)

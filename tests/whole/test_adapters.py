@@ -12,15 +12,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
-from conftest import FunctionalModule, connect, echo, registry_of, serving
+from conftest import FunctionalModule, connect, echo, registry_of
 from support import accept, asking
 
 import apcore_mcp
-from apcore_mcp import MCPServer, async_serve, serve, to_openai_tools
+from apcore_mcp import MCPServer, async_serve, serve
 
 HTTP = {"transport": "streamable-http", "host": "127.0.0.1", "name": "apcore-mcp"}
 EXPLORER = {"explorer": True, "explorer_prefix": "/explorer", "allow_execute": False}
@@ -70,14 +69,6 @@ async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
             assert (await client.call_tool("demo.run", {})).is_error is not runs
 
 
-def test_metrics_are_collected_when_only_asked_for(registry: Registry) -> None:
-    with serving(registry, metrics_collector=True, explorer=True, allow_execute=True) as url:
-        assert httpx.post(f"{url}/explorer/tools/demo.echo/call", json={}).status_code == 200
-        assert 'module_id="demo.echo"' in httpx.get(f"{url}/metrics").text
-    with serving(registry, metrics_collector=False) as url:
-        assert httpx.get(f"{url}/metrics").status_code == 404
-
-
 def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
@@ -100,11 +91,6 @@ def test_editors_and_help_show_the_options_of_this_package_alone(door: Callable[
     assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def test_openai_tools_are_made_with_the_options_that_adapters_pass(registry: Registry) -> None:
-    tools = to_openai_tools(registry, tags=None, prefix=None, embed_annotations=False, strict=False)
-    assert [tool["function"]["name"] for tool in tools] == ["demo-echo"]
-
-
 def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:
     """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one.
 
@@ -113,14 +99,3 @@ def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_auth
     assert not hasattr(apcore_mcp, "JWTAuthenticator")
     with pytest.raises(RuntimeError, match=r"middleware=\[.*\] of serve\(\), MCPServer and async_serve\(\)"):
         importlib.import_module("apcore_mcp.auth")
-
-
-async def test_helpers_of_adapters_call_by_the_names_they_use() -> None:
-    """`report_progress(context, progress, total=, message=)` and `elicit(context, message, requested_schema=)`."""
-
-    async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await apcore_mcp.report_progress(context, 1, total=2, message="half")
-        return {"answer": await apcore_mcp.elicit(context, "Really?", requested_schema=None)}
-
-    async with connect({"demo.ask": ask}) as client:
-        assert (await client.call_tool("demo.ask", {})).structured_content == {"answer": None}

@@ -70,25 +70,3 @@ def test_every_tool_can_be_called_under_either_spelling() -> None:
             result = call(client, next(numbers), module_id, inputs)
             assert result["isError"] is (not descriptor.examples), (module_id, result)
             assert call(client, next(numbers), module_id.replace(".", "-"), inputs) == result
-
-
-def test_a_name_that_is_too_long_is_shortened_and_works(tmp_path: Path) -> None:
-    folder = tmp_path / ("long_" * 9 + "a") / ("name_" * 6 + "b")
-    folder.mkdir(parents=True)
-    (folder / "greet.py").write_text(GREET)
-    with RawClient([*command()[:4], str(tmp_path)]) as client:
-        [name] = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
-        assert LEGAL.match(name)
-        long = f"{folder.parent.name}.{folder.name}.greet.greet"
-        assert len(long) > 64
-        for number, spelling in enumerate((name, long), 5):
-            assert call(client, number, spelling, {})["structuredContent"] == {"result": "hello"}
-
-
-GREET = """
-from apcore.decorator import module
-
-@module()
-def greet() -> str:
-    return "hello"
-"""
