@@ -43,11 +43,8 @@ from conftest import (
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.shared.exceptions import MCPError
-from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount, Route
 from support import ACCEPT, answer, clog, handshake, initialize_params, message, modern, text_of
 
 from apcore_mcp import MCPServer, __version__, async_serve
@@ -643,24 +640,6 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
     for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
         if failure is not None:
             raise failure
-
-
-# ---- Inside another program ----
-
-
-async def test_beside_other_routes_of_an_app_the_servers_rules_touch_only_its_own() -> None:
-    async def home(request: Request) -> PlainTextResponse:
-        return PlainTextResponse("home")
-
-    foreign = {"Origin": "http://evil.example"}
-    async with async_serve(registry_of({"demo.echo": echo})) as tools:
-        transport = httpx.ASGITransport(Starlette(routes=[Route("/home", home), Mount("/tools", tools)]))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            assert (await client.get("/home", headers=foreign)).text == "home"
-            request = call("demo.echo", {"a": 1})
-            assert answer(await client.post("/tools/mcp", **request))["result"]["structuredContent"] == {"a": 1}
-            request["headers"] |= foreign
-            assert (await client.post("/tools/mcp", **request)).status_code == 403
 
 
 # ---- Health ----

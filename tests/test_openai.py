@@ -21,7 +21,7 @@ import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler
 from apcore.context import Identity
-from conftest import EXTENSIONS, ROOT, FunctionalModule, connect, echo, registry_of
+from conftest import ROOT, FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,21 +62,17 @@ def test_every_module_becomes_one_function(count: int) -> None:
 
 @pytest.mark.requirement("FR-OPENAI-001")
 def test_the_definitions_are_made_of_plain_built_in_types() -> None:
-    """FR-OPENAI-005; a module may well have put subclasses and tuples into its schema."""
+    """A module may well have put subclasses and tuples into its schema."""
 
     class Text(str):
         pass
 
-    def classes(value: Any) -> set[type]:
-        inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-        return {type(value)}.union(*map(classes, inside))
-
     schema = {"properties": {Text("p"): {"enum": [Text("a"), 1, 1.5, True, None], "default": (1, Text("b"))}}}
-    registry = registry_of({"m.a": FunctionalModule(echo, input_schema=schema, description=Text("D"))})
     for strict in (False, True):
-        tools = to_openai_tools(registry, strict=strict, embed_annotations=True)
-        assert classes(tools) <= {dict, list, str, int, float, bool, type(None)}
-        assert tools[0]["function"]["parameters"]["properties"]["p"]["enum"] == ["a", 1, 1.5, True, None]
+        (tool,) = to_openai_tools(registry_of({"m.a": accepting(schema)}), strict=strict, embed_annotations=True)
+        assert tool == json.loads(json.dumps(tool))
+        values = tool["function"]["parameters"]["properties"]["p"]["enum"]
+        assert [type(value) for value in values] == [str, int, float, bool, type(None)]
 
 
 @pytest.mark.parametrize("source", ["./extensions", None, {}, Registry], ids=["str", "NoneType", "dict", "type"])
@@ -506,24 +502,6 @@ def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     assert from_openai_call(registry, "m-a", "{}") == ("m.a", {})
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         from_openai_call(registry, name, "{}")
-
-
-def test_strict_mode_can_say_every_example_and_its_calls_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry(extensions_dir=str(EXTENSIONS))
-    registry.discover()
-    tools = {tool["function"]["name"]: tool["function"] for tool in to_openai_tools(registry, strict=True)}
-    assert warnings_of(caplog) == []
-    assert len(tools) == len(registry.list()) > 5
-    for name, function in tools.items():
-        definition = registry.get_definition(from_openai_name(name))
-        assert definition is not None
-        for example in definition.examples:
-            sent = {field: example.inputs.get(field) for field in function["parameters"]["properties"]}
-            assert Draft202012Validator(function["parameters"]).is_valid(sent)
-            module_id, inputs = from_openai_call(registry, name, json.dumps(sent))
-            assert module_id == definition.module_id
-            assert {field: value for field, value in inputs.items() if value is not None} == example.inputs
-            assert Draft202012Validator(definition.input_schema).is_valid(inputs)
 
 
 @settings(QUICK, max_examples=25)

@@ -275,7 +275,7 @@ class Exact(BaseModel):
 
 async def test_a_number_that_apcore_takes_for_one_is_sent_as_one() -> None:
     """What SQL makes of SUM is a Decimal."""
-    total = {"total": {"type": "number"}}
+    total = {"total": {"type": "number"}, "s": {"anyOf": [{"type": "number"}, {"type": "string"}]}}
     modules = {
         "t.dict": giving({"type": "object", "properties": total}, {"total": D("10.50"), "all": [(D(1),)]}),
         "t.float": returning(float, D("10.50")),
