@@ -80,11 +80,9 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
                            {"error_details": {"timeout_ms": 0}}),
     "invalid_input": (lambda: InvalidInputError(message="a {non-empty} string"), "Invalid input: a {non-empty} string",
                       {"error_type": "GENERAL_INVALID_INPUT", "user_fixable": True}),
-    "config": (lambda: ConfigError("/etc/passwd is bad"),
-               "Module error: CONFIG_INVALID", {"error_type": "CONFIG_INVALID"}),
+    "config": (lambda: ConfigError("/etc/passwd is bad"), "Module error: CONFIG_INVALID", {}),
     "custom": (lambda: ModuleError("VENDOR_{CODE}", "mcp_client_123 did it", {"at": "/etc/passwd"}),
-               "Module error: VENDOR_{CODE}",
-               {"error_type": "VENDOR_{CODE}", "retryable": None, "user_fixable": None}),
+               "Module error: VENDOR_{CODE}", {"error_type": "VENDOR_{CODE}", "retryable": None, "user_fixable": None}),
     "cancelled": (ExecutionCancelledError, "Execution was cancelled", {"error_type": "EXECUTION_CANCELLED"}),
     "approval": (lambda: ApprovalDeniedError(ApprovalResult("rejected", reason="mcp_client_123"), "admin.delete_all"),
                  "Approval was denied", {"error_type": "APPROVAL_DENIED"}),
@@ -290,19 +288,13 @@ ADVISED: list[Any] = [
 
 
 @pytest.mark.parametrize(("modules", "told"), ADVISED)
-async def test_the_advice_of_a_modules_author_reaches_the_agent(
-    modules: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_advice_of_a_modules_author_reaches_the_agent(modules: dict[str, Any], told: bool) -> None:
     async with connect(modules) as client:
         report = failure(await client.call_tool("demo.book", {}))
-    advice = {key: report[key] for key in ADVICE if key in report}
-    if told:
-        assert report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?"
-        assert advice == {"ai_guidance": "Ask for a later day.?", "suggestion": "tomorrow"}
-        assert "ModuleError: no room on 2026-02-03" in errors_logged(caplog)[0].getMessage()
-    else:
-        assert "later day" not in report["error_message"]
-        assert advice == {}
+    advice = [report[key] for key in ADVICE if key in report]
+    assert advice == (["Ask for a later day.?", "tomorrow"] if told else [])
+    assert (report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?") == told
+    assert ("later day" in report["error_message"]) == told
 
 
 # ---- Validation ----

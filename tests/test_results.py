@@ -85,6 +85,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
     "in_one_variant": ({"anyOf": [ONE_VARIANT, {"required": ["reason"]}]}, {"n": 1, "file": "AAAA"}, '{"n":1}', 1),
     "no_media_type": ({"properties": {"file": {"type": "string", "contentEncoding": "base64"}}}, {"file": "AAAA"},
                       '{"file":"AAAA"}', 0),
+    "no_base64_at_all": ({"properties": {"file": {"contentMediaType": "text/html"}}}, {"file": "a"}, '{"file":"a"}', 0),
     "not_base64": (OPTIONAL, {"n": 1, "file": "data:image/png;base64,AAAA"}, "Failed to serialize module output", 0),
 }  # fmt: skip
 """An output schema, an output, the text, and how many files come of it."""

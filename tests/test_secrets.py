@@ -20,6 +20,7 @@ from support import (
     REDACTED,
     SECRET_TEXT,
     SECRETIVE,
+    calls,
     client_of,
     errors_logged,
     everything_logged,
@@ -66,39 +67,24 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 QUOTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "at_the_field": (of(token=sensitive(type="string", maxLength=3)), {"token": TOKEN}, "token"),
     "parent": (of(auth={**of(token=sensitive()), "maxProperties": 0}), {"auth": {"token": TOKEN}}, "auth"),
-    "secret_object": (
-        of(keys=sensitive(**of(pin=STRING), additionalProperties=False)),
-        {"keys": {"pin": SECRET_PIN, SECRET_TEXT: 1}},
-        "keys.pin",
-    ),
-    "pattern_sibling": (
-        {**of(other=INTEGER), "patternProperties": {"^key_": sensitive()}},
-        {"key_a": TOKEN, "other": TOKEN},
-        "other",
-    ),
-    "reference": (
-        {**of(a={"$ref": "#/$defs/Key"}), "$defs": {"Key": sensitive(type="string", pattern="^$")}},
-        {"a": TOKEN},
-        "a",
-    ),
-    "branch": (
-        of(auth={"anyOf": [of(token=sensitive(maxLength=3)), {"type": "null"}]}),
-        {"auth": {"token": TOKEN}},
-        "auth.token",
-    ),
+    "secret_object": (of(keys=sensitive(**of(pin=STRING), additionalProperties=False)),
+                      {"keys": {"pin": SECRET_PIN, SECRET_TEXT: 1}}, "keys.pin"),
+    "pattern_sibling": ({**of(other=INTEGER), "patternProperties": {"^key_": sensitive()}},
+                        {"key_a": TOKEN, "other": TOKEN}, "other"),
+    "reference": ({**of(a={"$ref": "#/$defs/Key"}), "$defs": {"Key": sensitive(type="string", pattern="^$")}},
+                  {"a": TOKEN}, "a"),
+    "branch": (of(auth={"anyOf": [of(token=sensitive(maxLength=3)), {"type": "null"}]}),
+               {"auth": {"token": TOKEN}}, "auth.token"),
     "model": (Login, {"user": "bob", "password": TOKEN}, "password"),
     "model_sibling": (Logins, {"logins": [], "limit": TOKEN}, "limit"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def quoting() -> Iterator[dict[bool, str]]:
     """Servers of a module for each row, one without and one with validate_inputs."""
-    modules = {
-        f"takes.{name}": FunctionalModule(echo, input_schema=schema, output_schema={})
-        for name, (schema, _, _) in QUOTED.items()
-    }
-    registry = registry_of(modules)
+    schemas = {f"takes.{name}": schema for name, (schema, _, _) in QUOTED.items()}
+    registry = registry_of({name: FunctionalModule(echo, input_schema=schema) for name, schema in schemas.items()})
     with serving(registry) as url, serving(registry, validate_inputs=True) as strict_url:
         yield {False: url, True: strict_url}
 
@@ -224,20 +210,22 @@ class Computes(BaseModel):
         return TOKEN
 
 
-@pytest.mark.parametrize(
-    ("schema", "give"),
-    [
-        pytest.param(SECRETIVE, lambda *_: {"token": [TOKEN]}, id="invalid"),
-        pytest.param(SECRETIVE, lambda *_: throw(RuntimeError(f"cannot store {TOKEN}")), id="raises"),
-        pytest.param(Computes, lambda *_: throw(RuntimeError(f"cannot store {TOKEN}")), id="computed"),
-    ],
-)
-async def test_a_secret_that_a_module_was_to_give_is_not_logged(
-    schema: Any, give: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    async with connect({"gives.token": FunctionalModule(give, output_schema=schema)}) as client:
-        result = await client.call_tool("gives.token", {})
+def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
+    throw(RuntimeError(f"cannot store {TOKEN}"))
+
+
+@pytest.mark.parametrize("tool", ["gives.invalid", "raises.token", "raises.computed", "passes.on"])
+async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplog: pytest.LogCaptureFixture) -> None:
+    modules: dict[str, Any] = {
+        "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
+        "raises.token": FunctionalModule(fail, output_schema=SECRETIVE),
+        "raises.computed": FunctionalModule(fail, output_schema=Computes),
+        "passes.on": calls("raises.token"),
+    }
+    async with connect(modules) as client:
+        result = await client.call_tool(tool, {})
     failure(result)
+    assert len(errors_logged(caplog)) == 1
     assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
 
 
@@ -330,22 +318,19 @@ async def test_sensitive_output_is_redacted_wherever_it_stands(
         result = await client.call_tool(f"of.{name}", {})
     assert parsed(success_text(result)) == shown
     assert result.structured_content is None, "what is hidden needs no second description"
-    said = result.model_dump_json() + "".join(r.getMessage() for r in caplog.records if r.name.startswith("apcore_mcp"))
+    said = result.model_dump_json() + everything_logged(caplog)
     assert [secret for secret in ("S3CR3T", "918273645", "2031-12-13") if secret in said] == []
     async with client_of(accounts[False]) as client:
         result = await client.call_tool(f"of.{name}", {})
-    assert parsed(success_text(result)) == json.loads(json.dumps(output, default=str))
+    assert parsed(success_text(result)) == result.structured_content == json.loads(json.dumps(output, default=str))
 
 
 async def test_what_is_hidden_is_not_promised(accounts: dict[bool, str]) -> None:
     for redacts, url in accounts.items():
         async with client_of(url) as client:
-            tools = (await client.list_tools()).tools
-            result = await client.call_tool("of.model", {})
-        assert len(tools) == len(ACCOUNTS)
-        assert {tool.output_schema is None for tool in tools} == {redacts}
-        assert (result.structured_content is None) is redacts
-        assert REDACTED not in json.dumps([tool.output_schema for tool in tools])
+            schemas = [tool.output_schema for tool in (await client.list_tools()).tools]
+        assert [schema is None for schema in schemas] == [redacts] * len(ACCOUNTS)
+        assert REDACTED not in json.dumps(schemas)
 
 
 async def test_a_mark_in_a_model_that_is_built_late_hides_under_both_names() -> None:

@@ -59,7 +59,8 @@ def test_an_annotation_is_true_or_false_whatever_a_module_wrote() -> None:
     with serving(registry_of({"demo.a": FunctionalModule(echo, annotations=annotations)}), explorer=True) as url:
         (tool,) = httpx.get(f"{url}/explorer/tools").json()
     hints = tool["annotations"]
-    assert [hints["readOnlyHint"], hints["destructiveHint"], tool["_meta"]["apcore/streaming"]] == [True, False, True]
+    assert (hints["readOnlyHint"], hints["destructiveHint"]) == (True, False)
+    assert tool["_meta"]["apcore/streaming"] is True
 
 
 OVERLAY = {"alias": "shrink", "description": "Shrinks a picture.", "guidance": "Ask for the size first."}
