@@ -105,7 +105,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -322,7 +322,7 @@ _UNTOLD = re.compile(rb'"x-sensitive":true|[:[,](NaN|-?Infinity)\b')
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # What references lead to or by, and other dialects; nothing is left of it when references are written out. (MCP's
 # conformance suite looks for a dialect that holds.)
-_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor $dynamicRef discriminator".split())
+_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
@@ -431,6 +431,8 @@ class _SchemaConverter:
         self._nodes += 1
         if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
+        if "$dynamicRef" in node:
+            raise _Unconvertible("$dynamicRef is not supported")
         kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         _NODE.validate_python(kept, strict=True)
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
@@ -557,8 +559,7 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
 
 # Schemas beside others apply to the same value, the rest to a part of it; by some, a mark hides the whole.
 _BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
-_WHOLE = frozenset("contains propertyNames contentSchema additionalItems dependencies".split())
-_INSIDE = _WITH_SCHEMAS - _BESIDE - {"properties"}
+_WHOLE = frozenset("patternProperties contains propertyNames contentSchema additionalItems dependencies".split())
 
 
 def _marks(schema: JSONSchema) -> JSONSchema:
@@ -582,13 +583,14 @@ def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[J
 
 
 def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
-    """What may apply to one property or item of the value that `views` describe; of patterns and places any may."""
+    """What may apply to one property or item of the value that `views` describe; of patterns any may."""
     for view in views:
-        if step in _properties(view):
+        if isinstance(step, int):
+            yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, ["items", "unevaluatedItems"])
+        elif step in _properties(view):
             yield view["properties"][step]
-            yield from _branches(view, ["patternProperties"])
         else:
-            yield from _branches(view, _INSIDE)
+            yield from _branches(view, _OTHER_PROPERTIES)
 
 
 def _redact(value: Any, *marks: JSONSchema) -> Any:
@@ -932,10 +934,15 @@ def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
 
 
 def _reported(error: Any) -> dict[str, str]:
-    """An error as apcore or a module reports it, which may be a text."""
-    told = error if isinstance(error, dict) else {"message": error}
-    field = told.get("field") or told.get("path", "").strip("/").replace("/", ".")
-    return _fault([field], told.get("code") or told.get("keyword", "invalid"), told.get("message", ""))
+    """An error as apcore reports it, or a module: an object or mapping of apcore's or pydantic's, or a text."""
+    told = {"message": error} if isinstance(error, str) else error if isinstance(error, dict) else vars(error)
+
+    def first(*names: str) -> Any:
+        return next((told[name] for name in names if told.get(name)), "")
+
+    place = first("field", "path", "loc")
+    path = place.strip("/").split("/") if isinstance(place, str) else place
+    return _fault(path, first("code", "keyword", "constraint", "type") or "invalid", first("message", "msg"))
 
 
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
@@ -962,9 +969,14 @@ def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
+_OTHER_BRANCH = {("type", 0), ("const", 0), ("const", 1)}  # what is wrong there, and how deep: a type, a tag
+
+
 def _leaves(error: Any) -> Iterator[dict[str, str]]:
-    """An error of jsonschema's; of a union those of its branches."""
-    for inner in error.context:
+    """An error of jsonschema's; of a union those of the branches that may have been meant, or of all."""
+    others = {inner.schema_path[0] for inner in error.context if (inner.validator, len(inner.path)) in _OTHER_BRANCH}
+    meant = [inner for inner in error.context if inner.schema_path[0] not in others]
+    for inner in meant or error.context:
         yield from _leaves(inner)
     if error.validator == "required":
         missing = error.message.removesuffix(" is a required property")  # in quotes
@@ -975,8 +987,9 @@ def _leaves(error: Any) -> Iterator[dict[str, str]]:
 
 def _check_input(tool: _Tool, arguments: JSONObject) -> None:
     """Raise apcore's SchemaValidationError for arguments that the module refuses."""
-    for fault in _faults(tool, arguments):
-        raise SchemaValidationError(f"Input validation failed: {fault}")
+    faults = [*itertools.islice(_faults(tool, arguments), _ERRORS_MAX)]
+    if faults:
+        raise SchemaValidationError(f"Input validation failed: {faults}", faults)
 
 
 @dataclasses.dataclass
@@ -1064,10 +1077,9 @@ class _ErrorMapper:
             title = "Output validation failed"
             report["user_fixable"] = False
             withheld = True
-        else:
+        elif step == "input_validation":  # finds none where middleware has changed the arguments
             errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
-        # None where middleware has changed the arguments, or the module itself refuses them.
-        errors = errors or [*map(_reported, error.details["errors"][:_ERRORS_MAX])]
+        errors = errors or [*map(_reported, itertools.islice(error.details["errors"], _ERRORS_MAX))]
         if not errors:
             return title
         text = f"{title}:"
@@ -1227,7 +1239,7 @@ class _Files:
         # Only private names tell where it looks for files, and by which ids.
         self._registry: Any = weakref.proxy(registry)
         self._lock = threading.Lock()
-        self._seen: dict[str, int] = {}  # the time of each file
+        self._seen: dict[str, tuple[int, int]] = {}  # the time and the size of each file
         self._made: dict[str, str] = {}  # by module id, the file
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._seen = self._look()
@@ -1254,8 +1266,8 @@ class _Files:
                             self._registry.register(module_id, *registration)
                             self._made[module_id] = path
 
-    def _look(self) -> dict[str, int]:
-        """The time of each file that may define modules, or say what they are."""
+    def _look(self) -> dict[str, tuple[int, int]]:
+        """The time and the size of each file that may define modules, or say what they are."""
         seen = {}
         for root in self._registry._extension_roots:
             for folder, folders, names in os.walk(os.path.realpath(root["root"])):
@@ -1264,7 +1276,8 @@ class _Files:
                     path = os.path.join(folder, name)
                     if name.endswith(_MODULE_FILES) and not os.path.islink(path):
                         with suppress(OSError):  # gone meanwhile
-                            seen[path] = os.stat(path).st_mtime_ns
+                            facts = os.stat(path)
+                            seen[path] = facts.st_mtime_ns, facts.st_size
         return seen
 
     def _id_of(self, path: str) -> str:
@@ -1309,14 +1322,19 @@ def _run_file(path: str, place: str) -> list[Any]:
     return [value for value in by_identity.values() if getattr(value, "__module__", "") == place]
 
 
-def _bound(path: str) -> list[FunctionModule]:
+def _bound(path: str) -> Iterator[FunctionModule]:
     """What a `*.binding.yaml` file binds, also of files beside it."""
     if b"x-sensitive" in Path(path).read_bytes():
         raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
-    return BindingLoader().load_bindings(path, Registry())
+    for module in BindingLoader().load_bindings(path, Registry()):
+        name = _function_of(module).__module__
+        beside = os.path.join(folder, f"{name}.py")
+        if os.path.exists(beside) and sys.modules[name].__file__ != beside:
+            raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
+        yield module
 
 
 _FILES = weakref.WeakKeyDictionary[Registry, _Files]()
@@ -1461,7 +1479,7 @@ class _ToolCatalog:
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, or is not wanted."""
         options = self._options
-        if module_id.startswith(tuple(options.exclude or ())):
+        if module_id.startswith(tuple(filter(None, options.exclude or ()))):
             return None
         with _left_out(f"Module {module_id}"):
             module = self._registry.get(module_id)
@@ -1564,31 +1582,42 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
+def _without_patterns(schema: JSONSchema) -> JSONSchema:
+    """Copy `schema` without what may keep Python's `re` busy for minutes with what a model wrote."""
+    kept = {keyword: value for keyword, value in schema.items() if not keyword.startswith("pattern")}
+    return _map_subschemas(kept, _without_patterns)
+
+
+def _drop_nulls(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
+
+    `strict_forms` are those of unions' branches, by id: a list may hold thousands of values of one union.
+    """
     if not schemas:  # however deep it is
         return value
-    views = [*_meant(value, *schemas)]
+    views = [*_meant(value, strict_forms, *schemas)]
     if isinstance(value, list):
-        return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]
+        return [_drop_nulls(item, strict_forms, *_inside(views, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
         inside = [*_inside(views, name)]
         if item is not None or all(_is_valid(None, inner) for inner in inside):
-            kept[name] = _drop_nulls(item, *inside)
+            kept[name] = _drop_nulls(item, strict_forms, *inside)
     return kept
 
 
-def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
+def _meant(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Iterator[JSONSchema]:
     """`schemas` and all in them that apply to a value which a model wrote: of a union the branch that it could send."""
     for schema in schemas:
         yield schema
-        yield from _meant(value, *schema.get("allOf", ()))
+        yield from _meant(value, strict_forms, *schema.get("allOf", ()))
         for branch in _branches(schema, ["anyOf", "oneOf"]):
-            if _is_valid(value, _to_strict(branch)):
-                yield from _meant(value, branch)
+            if id(branch) not in strict_forms:
+                strict_forms[id(branch)] = _to_strict(_without_patterns(branch))
+            if _is_valid(value, strict_forms[id(branch)]):
+                yield from _meant(value, strict_forms, branch)
                 break
 
 
@@ -1669,7 +1698,7 @@ def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tup
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return tool, _drop_nulls(inputs, tool.input_schema)
+    return tool, _drop_nulls(inputs, {}, tool.input_schema)
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -1904,15 +1933,18 @@ class _Execution(BuiltinExecute):
 async def _until(deadline: float, stream: Any, module_id: str) -> AsyncIterator[Any]:
     """The chunks of a stream; ModuleTimeoutError when there is none at `deadline` (epoch seconds)."""
     seconds = deadline - time.time()
-    try:
-        while True:
-            async with asyncio.timeout(deadline - time.time()):
+    while True:
+        limit = asyncio.timeout(deadline - time.time())
+        try:
+            async with limit:
                 chunk = await anext(stream)
-            yield chunk
-    except StopAsyncIteration:
-        return
-    except TimeoutError:
-        raise ModuleTimeoutError(module_id=module_id, timeout_ms=int(seconds * 1000)) from None
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            if not limit.expired():  # it is the module's own
+                raise
+            raise ModuleTimeoutError(module_id=module_id, timeout_ms=int(seconds * 1000)) from None
+        yield chunk
 
 
 class _ModuleThreads(ThreadPoolExecutor):
@@ -1950,7 +1982,10 @@ class _ModuleThreads(ThreadPoolExecutor):
             self._idle.release()
 
 
-_THREADS = _ModuleThreads()
+@functools.cache
+def _threads(_pid: int) -> _ModuleThreads:
+    """The threads of this process: what is forked has none of its parent's."""
+    return _ModuleThreads()
 
 
 # ---- Approval: who is asked before a call runs; event loop only ----
@@ -1999,7 +2034,9 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
 def _approval_question(request: ApprovalRequest) -> str:
     definition = request.context.executor.registry.get_definition(request.module_id)
     try:
-        shown: Any = _redact_arguments(request.arguments, _input_schema(definition.input_schema))
+        # A module may call another with whatever it has; what that says of itself need not be what it holds.
+        arguments = to_jsonable_python(request.arguments, fallback=str)
+        shown: Any = _redact_arguments(arguments, _input_schema(definition.input_schema))
     except (KeyError, ValueError):  # then nothing tells what is sensitive
         shown = sorted(request.arguments)
     danger = " It is annotated as destructive." if request.annotations.destructive else ""
@@ -2943,7 +2980,7 @@ class _Life:
     def block(self) -> None:
         """Run on an event loop of its own, to the end."""
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(_THREADS)
+        loop.set_default_executor(_threads(os.getpid()))
         running = loop.create_task(self.run())
         try:
             while not running.done():

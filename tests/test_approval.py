@@ -9,6 +9,7 @@ import logging
 import queue
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -338,7 +339,7 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
     async def call(inputs: dict[str, Any], context: Any) -> Any:
         given: dict[str, Any] = {"keys": ("s3cret",), "login": Credentials(password="s3cret"), "disk": "\ud800"}
         if inputs:
-            given["odd"] = object()  # nothing tells what such a thing holds
+            given |= {"odd": object(), "disk": Path("/mnt/" + "of many folders " * 10)}  # no schema has it
         return await context.executor.call_async("disk.wipe", given, context)
 
     arguments, asked = asking(REFUSE)
@@ -347,8 +348,9 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
         await outcome_of(client, "call")
         await outcome_of(client, "disk.wipe", {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "sda1"})
         await outcome_of(client, "call", {"odd": True})
-    assert asked.pop().message.endswith("'login': '***REDACTED***', 'odd': '***REDACTED***'}")
+    hidden = "'keys': '***REDACTED***', 'login': '***REDACTED***'"
+    disk = "/mnt/" + "of many folders " * 10
+    assert asked.pop().message.endswith(f"{{'disk': '{disk}', {hidden}, 'odd': '***REDACTED***'}}")
     for question, disk in zip(asked, ("\\ud800", "sda1"), strict=True):
         assert question.message.startswith("Let disk.wipe run? It is annotated as destructive.")
-        hidden = "'keys': '***REDACTED***', 'login': '***REDACTED***'"
         assert question.message.endswith(f"\nArguments: {{'disk': '{disk}', {hidden}}}")

@@ -231,6 +231,7 @@ def test_at_a_terminal_the_server_says_what_it_is_for_and_an_export_does_not(
         ("--tags calm --prefix voice.", ["voice-say"]),
         ("--read-only", ["voice-say"]),
         ("--exclude hand voice.sh", ["voice-say"]),
+        ("--prefix voice.sh --exclude=", ["voice-shout"]),
     ],
 )
 def test_what_is_wanted_is_listed_and_nothing_else(
@@ -686,6 +687,33 @@ def test_neither_an_exit_of_a_module_nor_what_it_leaves_ends_or_keeps_the_server
         client.process.send_signal(signal.SIGTERM)  # the last child is a daemon: it is terminated and waited for
         wait_for_stderr(client, "tidied up")
         ended_well(client)
+
+
+SERVED_BY_A_CHILD = """
+import urllib.request
+
+@tool
+def echo(inputs, context):
+    return inputs
+
+port = int(sys.argv[1])
+server = MCPServer(registry, transport="streamable-http", port=port, explorer=True, allow_execute=True)
+server.start()
+url = f"http://127.0.0.1:{port}/explorer/tools/t.echo/call"
+urllib.request.urlopen(urllib.request.Request(url, b"{}", {"Content-Type": "application/json"}))
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+serve(registry)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_server_in_a_process_that_was_forked_from_anothers_has_threads_of_its_own() -> None:
+    with RawClient(program(SERVED_BY_A_CHILD, str(free_port()))) as client:
+        client.initialize()
+        called = client.request("tools/call", {"name": "t.echo", "arguments": {"a": 1}})
+        assert called["result"]["structuredContent"] == {"a": 1}
+        assert client.end()[0] == 0
 
 
 @pytest.mark.parametrize("ending", ["plain", "anyio-scope", "task-cancelled"])

@@ -164,6 +164,20 @@ def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
     assert told == {"voice.say": ("Told beside", "1.5"), "voice.shout": ("Say it", "2")}
 
 
+def test_a_binding_never_gets_the_function_of_another_folders_file(
+    extensions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python imports one file of a name."""
+    for name in ("first", "second"):
+        (extensions / name).mkdir()
+        (extensions / name / "say.binding.yaml").write_text(bound(f"m.{name}", "_one_name:say"))
+        (extensions / name / "_one_name.py").write_text(f"def say() -> str: return '{name}'\n")
+    registry = discover(extensions)
+    assert Executor(registry).call("m.first", {}) == {"result": "first"}
+    assert not registry.has("m.second")
+    assert f"give {extensions / 'second' / '_one_name.py'} a name of its own" in caplog.text
+
+
 def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> None:
     """They are taken in, again when they change, and out when they go; an id may move to another file."""
     forms, bindings, hand = extensions / "forms.py", extensions / "hand.binding.yaml", extensions / "hand" / "write.py"
@@ -221,11 +235,12 @@ async def wait_until_shown(following: tuple[Client, asyncio.Queue[object]], expe
 
 
 async def test_files_become_change_and_cease_to_be_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by two edits of one size within one second, which Python's cache of bytecode cannot tell apart."""
+    """Also by two edits of one size within one second, which Python's cache of bytecode cannot tell apart, and by one
+    of another size that leaves the time as it was."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     written, path = tmp_path / "hot" / "ping.new", tmp_path / "hot" / "ping.py"
     async with followed(registry_of_files(tmp_path), HANDSHAKE, dynamic=True) as following:
-        for number, words in enumerate(("one", "two")):
+        for number, words in ((0, "one"), (1, "two"), (1, "three")):
             write(written, words, f"    def execute(self, inputs, context): return {{'text': '{words}'}}\n")
             os.utime(written, ns=(0, 1_700_000_000_000_000_000 + number))
             written.replace(path)

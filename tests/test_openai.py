@@ -403,6 +403,8 @@ CALLED = {
         "part": {"type": "object", "properties": {"deep": PART, "maybe": {"type": ["string", "null"]}}},
         "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
         "tuple": {"type": "array", "prefixItems": [STRING, PART], "items": {"type": ["integer", "null"]}},
+        "places": {"type": "array", "prefixItems": [PART, {"type": "object", "properties": {"b": {"enum": [None]}}}]},
+        "keys": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": ["integer", "null"]}},
         "map": {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
         "first": {"anyOf": [{"properties": {"x": {"type": ["integer", "null"]}}}, {"properties": {"x": INTEGER}}]},
         "both": {"allOf": [PART, {"properties": {"c": STRING}}]},
@@ -443,6 +445,9 @@ CALLED = {
         pytest.param({"union": None}, {"union": None}, id="the-null-branch"),
         pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
         pytest.param({"tuple": ["a", {"a": "", "b": None}, None]}, {"tuple": ["a", {"a": ""}, None]}, id="in-a-tuple"),
+        pytest.param({"places": [{"a": "", "b": None}, {"b": None}]}, {"places": [{"a": ""}, {"b": None}]},
+                     id="in-each-place-its-own"),
+        pytest.param({"keys": {"a": None, "b": 1}}, {"keys": {"a": None, "b": 1}}, id="in-a-map-of-few-names"),
         pytest.param({"map": {"k": {"a": "", "b": None}, "x_k": None}}, {"map": {"k": {"a": ""}}}, id="in-a-map"),
         pytest.param({"first": {"x": None}}, {"first": {"x": None}}, id="in-the-first-that-fits"),
         pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
@@ -477,14 +482,20 @@ def test_what_no_schema_describes_stays_as_it_is_however_deep() -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("leaf", ["a", 5], ids=["right", "wrong"])
 def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(leaf: Any) -> None:
-    """Unions three wide and seven deep, of which a slightly wrong call fits none."""
+    """Unions three wide and seven deep, of which a slightly wrong call fits none, a pattern that hangs, a long list."""
     schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING, "opt": INTEGER}, "required": ["leaf"]}
     sent: dict[str, Any] = {"leaf": leaf, "opt": None}
     for _ in range(6):
         tagged = [{"type": "object", "properties": {"in": schema, f"b{i}": STRING}} for i in range(3)]
         schema = {"type": "object", "properties": {"a": {"anyOf": tagged}}}
         sent = {"a": {"in": sent, "b2": None}}
-    _, inputs = from_openai_call(registry_of({"m.a": accepting(schema)}), "m-a", sent)
+    text = {**STRING, "pattern": r"^(\w+\s?)+$"}
+    named = {"anyOf": [{"properties": {"n": text}, "patternProperties": {text["pattern"]: INTEGER}}, {"items": text}]}
+    rows = {"items": {"anyOf": [{"type": "object", "properties": {f"p{i}": STRING for i in range(200)}}, NULL]}}
+    whole = {"type": "object", "properties": {"deep": schema, "named": named, "rows": rows}}
+    hanging = "a" * 28 + "!"
+    given = {"deep": sent, "named": {"n": hanging, hanging: 1}, "rows": [{}] * 10_000}
+    _, inputs = from_openai_call(registry_of({"m.a": accepting(whole)}), "m-a", given)
     assert leaf == 5 or "null" not in json.dumps(inputs)
 
 

@@ -186,6 +186,7 @@ REFUSED = {
     "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
     "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
     "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
+    "dynamic": (one({"$dynamicRef": "#P"}, **{"$defs": {"P": {"$dynamicAnchor": "P", **STRING}}}), "$dynamicRef"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
     "50001-schemas": ({"type": "object", "properties": {f"p{n}": {} for n in range(50_000)}}, "50000 nodes"),
