@@ -106,6 +106,7 @@ def test_a_schema_full_of_references_means_the_same_when_they_are_written_out(da
 
 TO_A, TO_ID = {"$ref": "#/$defs/A"}, {"$ref": "https://a.example/a"}
 ANCHORED = {"A": one({**INTEGER, "$anchor": "deep"}), "B": {"$anchor": "B", "type": "integer"}}
+OWN_ROOT = {"$id": TO_ID["$ref"], **one({"$ref": "#/$defs/B"}), "$defs": {"B": INTEGER}}
 INSIDE = {"A": {**one({"$ref": "#/$defs/A/$defs/B"}), "$defs": ANCHORED}}
 
 
@@ -114,7 +115,7 @@ INSIDE = {"A": {**one({"$ref": "#/$defs/A/$defs/B"}), "$defs": ANCHORED}}
     [
         pytest.param({"properties": {"p": TO_A, "q": {"$ref": "#B"}}, "$defs": ANCHORED}, id="anchors"),
         pytest.param({"$id": "https://a.example/x", "properties": {"p": TO_A}, "$defs": {"A": INTEGER}}, id="with-id"),
-        pytest.param({**one(TO_ID), "$defs": {"A": {"$id": TO_ID["$ref"], **INTEGER}}}, id="to-an-id-inside"),
+        pytest.param({**one(TO_ID), "$defs": {"A": OWN_ROOT, "B": STRING}}, id="to-an-id-inside"),
         pytest.param({"properties": {"p": TO_A}, "$defs": INSIDE}, id="definitions-inside"),
         pytest.param({"properties": {"p": {"dependencies": {"x": TO_A}}}, "$defs": {"A": INTEGER}}, id="draft-7"),
     ],
