@@ -344,13 +344,17 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
 
     arguments, asked = asking(REFUSE)
     wipe = guarded([], input_schema={"type": "object", "properties": properties})
-    async with connect({"disk.wipe": wipe, "call": call}, client=arguments) as client:
+    marked = {"properties": {"key": {}}, "allOf": [{"properties": {"key": secret}}]}
+    modules = {"disk.wipe": wipe, "call": call, "door": guarded([], input_schema=marked)}
+    async with connect(modules, client=arguments) as client:
+        await outcome_of(client, "door", {"key": "s3cret"})
         await outcome_of(client, "call")
         await outcome_of(client, "disk.wipe", {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "sda1"})
         await outcome_of(client, "call", {"odd": True})
     hidden = "'keys': '***REDACTED***', 'login': '***REDACTED***'"
     disk = "/mnt/" + "of many folders " * 10
     assert asked.pop().message.endswith(f"{{'disk': '{disk}', {hidden}, 'odd': '***REDACTED***'}}")
+    assert asked.pop(0).message.endswith("Arguments: {'key': '***REDACTED***'}")
     for question, disk in zip(asked, ("\\ud800", "sda1"), strict=True):
         assert question.message.startswith("Let disk.wipe run? It is annotated as destructive.")
         assert question.message.endswith(f"\nArguments: {{'disk': '{disk}', {hidden}}}")

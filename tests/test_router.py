@@ -15,7 +15,6 @@ import pytest
 from apcore import ModuleAnnotations
 from apcore.errors import ACLDeniedError
 from conftest import (
-    HANDSHAKE,
     MODERN,
     FunctionalModule,
     RawClient,
@@ -26,7 +25,7 @@ from conftest import (
     serving,
 )
 from mcp.client import Client
-from mcp_types import CLIENT_CAPABILITIES_META_KEY, ElicitResult, ListRootsResult
+from mcp_types import CLIENT_CAPABILITIES_META_KEY, ListRootsResult
 from support import (
     REDACTED,
     SCHEMA,
@@ -325,25 +324,3 @@ async def test_a_client_that_can_no_longer_ask_is_asked_no_more() -> None:
             answers = {"name": accept(name="Ada")}
             result = await Wire(unable).call("rounds", request_state=state, input_responses=answers)
             assert result.structured_content == {"first": {"name": "Ada"}, "second": None}
-
-
-async def test_a_cancelled_question_of_the_handshake_era_cancels_its_module() -> None:
-    asked, ended = threading.Event(), threading.Event()
-
-    async def patient(inputs: dict[str, Any], context: Any) -> Any:
-        try:
-            return await elicit(context, "Who?", SCHEMA)
-        finally:
-            ended.set()
-
-    async def never(context: Any, params: Any) -> ElicitResult:
-        asked.set()
-        return await asyncio.get_running_loop().create_future()
-
-    client_arguments = {"elicitation_callback": never}
-    async with connect({"patient": patient}, mode=HANDSHAKE, client=client_arguments) as client, asyncio.timeout(20):
-        call = asyncio.create_task(client.call_tool("patient"))
-        assert await asyncio.to_thread(asked.wait, 10)
-        call.cancel()
-        await asyncio.wait({call})
-        assert await asyncio.to_thread(ended.wait, 10)

@@ -265,16 +265,6 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> No
     assert len(tools) == len(CONVERTED)
 
 
-async def test_wrong_arguments_are_told_in_the_order_of_the_schema() -> None:
-    names = "alpha beta gamma delta epsilon zeta".split()
-    schema = {"type": "object", "properties": dict.fromkeys(names, STRING)}
-    module = FunctionalModule(echo, input_schema=schema)
-    async with connect({"m.a": module}, validate_inputs=True) as client:
-        result = await client.call_tool("m.a", dict.fromkeys(reversed(names), 1))
-    _, *lines = result.content[0].text.split("\n")  # type: ignore[union-attr]
-    assert [line.split(":")[0] for line in lines] == [f"- {name}" for name in names]
-
-
 @pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
 async def test_one_circular_module_of_five_leaves_four_tools(caplog: pytest.LogCaptureFixture) -> None:
     circular = FunctionalModule(echo, input_schema=REFUSED["circular"][0])

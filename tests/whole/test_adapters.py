@@ -7,9 +7,7 @@ pass; `python -m tests.interop --only apcore` runs the packages themselves.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,14 +79,6 @@ def test_what_would_change_something_is_refused_by_the_door_itself(registry: Reg
         for options, told in refused:
             with pytest.raises(TypeError, match=rf"^{name} {told}"):
                 door(registry, **options)
-
-
-@pytest.mark.parametrize("door", [serve, async_serve])
-def test_editors_and_help_show_the_options_of_this_package_alone(door: Callable[..., Any]) -> None:
-    parameters = inspect.signature(door).parameters
-    assert {"transport", "approval", "middleware"} <= parameters.keys()
-    assert not {"approval_handler", "require_auth", "strategy"} & parameters.keys()
-    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:

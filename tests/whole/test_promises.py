@@ -473,19 +473,6 @@ def test_an_ordinary_model_is_asked_only_by_apcore_what_it_gives() -> None:
     assert asked == ["validation"]
 
 
-async def test_a_recursive_model_with_a_computed_secret_is_left_out() -> None:
-    class Tree(BaseModel):
-        children: list[Tree] = []
-
-        @computed_field(json_schema_extra=MARK)  # type: ignore[prop-decorator]
-        @property
-        def key(self) -> str:
-            return "S3CR3T"
-
-    async with connect({"t.tree": giving(Tree, {}), "t.other": giving({}, {})}) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["t.other"]
-
-
 class Access(Camel):
     user: str
     pass_phrase: str = Field("", json_schema_extra=MARK)
