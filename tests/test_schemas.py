@@ -357,7 +357,7 @@ async def test_an_output_schema_is_advertised_when_it_promises_an_object() -> No
 PATTERNS = {
     "date": {**STRING, "pattern": r"^\d{4}\-\d{2}$"},  # JavaScript's `u` flag takes no needless backslash
     "any_case": {**STRING, "pattern": "(?i)^a+$"},
-    "mapped": {"type": "object", "patternProperties": {r"^\@": INTEGER}, "additionalProperties": False},
+    "mapped": {"type": "object", "patternProperties": {r"^\@": INTEGER}, "additionalProperties": STRING},
     "named": {"type": "object", "propertyNames": {"pattern": r"^\w\-"}},
     "refused": {"not": {"pattern": "^b"}},
     "either": {"oneOf": [{"pattern": "^a"}, {"pattern": "^b"}]},
@@ -366,7 +366,7 @@ PATTERNS = {
     "unseen": {"patternProperties": {"^a": {}}, "unevaluatedProperties": False},
     "tuple": {"prefixItems": [INTEGER], "items": {"pattern": "^a"}},
 }
-MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1}, "named": {"a-": 1}, "refused": "ab",
+MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1, "b": "c"}, "named": {"a-": 1}, "refused": "ab",
             "either": "a", "held": "a", "counted": ["a", "b"], "unseen": {"ab": 1}, "tuple": [1, "a"]}  # fmt: skip
 
 
