@@ -969,7 +969,7 @@ def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
-_OTHER_BRANCH = {("type", 0), ("const", 0), ("const", 1)}  # what is wrong there, and how deep: a type, a tag
+_OTHER_BRANCH = {("type", 0), ("const", 1)}  # what is wrong there, and how deep: a type, a tag
 
 
 def _leaves(error: Any) -> Iterator[dict[str, str]]:

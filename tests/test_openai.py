@@ -493,7 +493,7 @@ def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(leaf: Any) -> Non
     named = {"anyOf": [{"properties": {"n": text}, "patternProperties": {text["pattern"]: INTEGER}}, {"items": text}]}
     rows = {"items": {"anyOf": [{"type": "object", "properties": {f"p{i}": STRING for i in range(200)}}, NULL]}}
     whole = {"type": "object", "properties": {"deep": schema, "named": named, "rows": rows}}
-    hanging = "a" * 28 + "!"
+    hanging = "a" * 40 + "!"
     given = {"deep": sent, "named": {"n": hanging, hanging: 1}, "rows": [{}] * 10_000}
     _, inputs = from_openai_call(registry_of({"m.a": accepting(whole)}), "m-a", given)
     assert leaf == 5 or "null" not in json.dumps(inputs)
