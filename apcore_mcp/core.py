@@ -320,8 +320,8 @@ _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
 _UNTOLD = re.compile(rb'"x-sensitive":true|[:[,](NaN|-?Infinity)\b')
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# What references lead to or by, and other dialects; nothing is left of it when references are written out. (MCP's
-# conformance suite looks for a dialect that holds.)
+# What references lead to or by, and other dialects: nothing when references are written out. (MCP's conformance suite
+# looks for a dialect that holds.)
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
@@ -935,13 +935,13 @@ def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
 
 def _reported(error: Any) -> dict[str, str]:
     """An error as apcore reports it, or a module: an object or mapping of apcore's or pydantic's, or a text."""
-    told = {"message": error} if isinstance(error, str) else error if isinstance(error, dict) else vars(error)
+    told = error if isinstance(error, dict) else getattr(error, "__dict__", {"message": error})
 
     def first(*names: str) -> Any:
         return next((told[name] for name in names if told.get(name)), "")
 
     place = first("field", "path", "loc")
-    path = place.strip("/").split("/") if isinstance(place, str) else place
+    path = place if isinstance(place, list | tuple) else str(place).strip("/").split("/")
     return _fault(path, first("code", "keyword", "constraint", "type") or "invalid", first("message", "msg"))
 
 
