@@ -220,6 +220,8 @@ class _Options:
             raise ValueError("name must not exceed 255 characters")
         if not all(self.tags or ()):
             raise ValueError("Tag values must not be empty")
+        if not all(self.exclude or ()):
+            raise ValueError("exclude must not hold an empty prefix, which every module has")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.transport != "stdio":
@@ -570,7 +572,7 @@ def _marks(schema: JSONSchema) -> JSONSchema:
     """
     if not _marks_sensitive(schema):
         return {}
-    if schema.get("x-sensitive") is True or not _WHOLE.isdisjoint(schema):
+    if schema.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(schema, _WHOLE))):
         return {"x-sensitive": True}
     return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
 
@@ -935,13 +937,14 @@ def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
 
 def _reported(error: Any) -> dict[str, str]:
     """An error as apcore reports it, or a module: an object or mapping of apcore's or pydantic's, or a text."""
-    told = error if isinstance(error, dict) else getattr(error, "__dict__", {"message": error})
+    told = error if isinstance(error, dict) else getattr(error, "__dict__", None) or {"message": error}
 
     def first(*names: str) -> Any:
         return next((told[name] for name in names if told.get(name)), "")
 
-    place = first("field", "path", "loc")
-    path = place if isinstance(place, list | tuple) else str(place).strip("/").split("/")
+    pointer = first("path")
+    place = first("field", "loc") or (pointer.strip("/").split("/") if isinstance(pointer, str) else pointer)
+    path = place if isinstance(place, list | tuple) else [place]
     return _fault(path, first("code", "keyword", "constraint", "type") or "invalid", first("message", "msg"))
 
 
@@ -969,7 +972,7 @@ def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
-_OTHER_BRANCH = {("type", 0), ("const", 1)}  # what is wrong there, and how deep: a type, a tag
+_OTHER_BRANCH = {("type", 0), ("const", 1), ("enum", 1)}  # what is wrong there, and how deep: a type, a tag
 
 
 def _leaves(error: Any) -> Iterator[dict[str, str]]:
@@ -1331,8 +1334,8 @@ def _bound(path: str) -> Iterator[FunctionModule]:
         sys.path.append(folder)
     for module in BindingLoader().load_bindings(path, Registry()):
         name = _function_of(module).__module__
-        beside = os.path.join(folder, f"{name}.py")
-        if os.path.exists(beside) and sys.modules[name].__file__ != beside:
+        beside = os.path.join(folder, *name.split(".")) + ".py"
+        if os.path.exists(beside) and not os.path.samefile(beside, str(sys.modules[name].__file__)):
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
         yield module
 
@@ -1479,7 +1482,7 @@ class _ToolCatalog:
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, or is not wanted."""
         options = self._options
-        if module_id.startswith(tuple(filter(None, options.exclude or ()))):
+        if module_id.startswith(tuple(options.exclude or ())):
             return None
         with _left_out(f"Module {module_id}"):
             module = self._registry.get(module_id)
@@ -2035,7 +2038,7 @@ def _approval_question(request: ApprovalRequest) -> str:
     definition = request.context.executor.registry.get_definition(request.module_id)
     try:
         # A module may call another with whatever it has; what that says of itself need not be what it holds.
-        arguments = to_jsonable_python(request.arguments, fallback=str)
+        arguments = to_jsonable_python(request.arguments, fallback=lambda _: "...")
         shown: Any = _redact_arguments(arguments, _input_schema(definition.input_schema))
     except (KeyError, ValueError):  # then nothing tells what is sensitive
         shown = sorted(request.arguments)

@@ -157,11 +157,6 @@ def stdio(arguments: list[str], **environment: str) -> Any:
     return stdio_client(StdioServerParameters(command=arguments[0], args=arguments[1:], **options))
 
 
-def stdio_parameters(*arguments: str) -> Any:
-    """What the SDK's client needs to start the examples' server as a subprocess."""
-    return stdio(command(*arguments))
-
-
 class Clock(asyncio.SelectorEventLoop):
     """An event loop whose clock can be put forward."""
 

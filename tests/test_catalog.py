@@ -121,7 +121,7 @@ async def test_every_answer_is_right_for_a_moment_of_its_call_while_threads_repl
                 for _ in range(2):
                     client = Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30)
                     users.append(await stack.enter_async_context(client))
-            await asyncio.gather(*(use(shelf, client, 12) for client in users))
+            await asyncio.gather(*(use(shelf, client, 6) for client in users))
             assert min(shelf.newest.values()) > 20, "too little has changed to prove anything"
             await asyncio.to_thread(shelf.stop)
             expected = {name: f"edition {number}" for name, number in shelf.newest.items()}

@@ -80,6 +80,11 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
         "Input validation failed:\n- a.0: no day (date)",
         {"error_details": {"errors": [{"field": "a.0", "code": "date", "message": "no day"}]}},
     ),
+    "validation_by_anything": (
+        lambda: SchemaValidationError("bad", cast(Any, [TOO_WIDE | {"field": "a/b"}, ValueError("too wide")])),
+        "Input validation failed:\n- a/b: too wide (invalid)\n- (root): too wide (invalid)",
+        {"error_details": {"errors": [TOO_WIDE | {"field": "a/b"}, TOO_WIDE]}},
+    ),
     "validation_by_texts": (lambda: SchemaValidationError("bad", cast(Any, ["too wide"] * 30)),
                             "Input validation failed:" + "\n- (root): too wide (invalid)" * 20,
                             {"error_details": {"errors": [TOO_WIDE] * 20}}),
@@ -322,7 +327,7 @@ class Box(BaseModel):
 
 
 class Ball(BaseModel):
-    kind: Literal["ball"]
+    kind: Literal["ball", "globe"]
     radius: int
 
 

@@ -165,17 +165,19 @@ def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
 
 
 def test_a_binding_never_gets_the_function_of_another_folders_file(
-    extensions: Path, caplog: pytest.LogCaptureFixture
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python imports one file of a name."""
+    """Python imports one file of a name, whatever leads to it."""
     for name in ("first", "second"):
-        (extensions / name).mkdir()
-        (extensions / name / "say.binding.yaml").write_text(bound(f"m.{name}", "_one_name:say"))
-        (extensions / name / "_one_name.py").write_text(f"def say() -> str: return '{name}'\n")
+        (extensions / name / "_pack").mkdir(parents=True)
+        (extensions / name / "say.binding.yaml").write_text(bound(f"m.{name}", "_pack.one_name:say"))
+        (extensions / name / "_pack" / "one_name.py").write_text(f"def say() -> str: return '{name}'\n")
+    (extensions / "link").symlink_to("first")
+    monkeypatch.syspath_prepend(extensions / "link")
     registry = discover(extensions)
     assert Executor(registry).call("m.first", {}) == {"result": "first"}
     assert not registry.has("m.second")
-    assert f"give {extensions / 'second' / '_one_name.py'} a name of its own" in caplog.text
+    assert f"give {extensions / 'second' / '_pack' / 'one_name.py'} a name of its own" in caplog.text
 
 
 def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> None:

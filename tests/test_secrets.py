@@ -293,6 +293,7 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "model": (Account, ACCOUNT, SHOWN),
     "one_place_of_a_tuple": (of(pair=PAIR), {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}),
     "some_names": (PATTERN, dict.fromkeys(NAMES, 918273645), REDACTED),
+    "beside_a_pattern": ({**of(p=SECRET), "patternProperties": {"^x": {}}}, {"p": 1, "x": 2}, {"p": REDACTED, "x": 2}),
     "nothing": (of(p=sensitive(type=["string", "null"])), {"p": None}, {"p": None}),
     "the_whole": ({"type": "object", **SECRET}, {"p": 918273645}, REDACTED),
     "the_whole_of_a_variant": ({"anyOf": [{"type": "object", **SECRET}, of(p=INTEGER)]}, {"p": 918273645}, REDACTED),

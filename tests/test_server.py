@@ -29,7 +29,7 @@ from conftest import (
     program,
     registry_of,
     serving,
-    stdio_parameters,
+    stdio,
 )
 from mcp.client import Client
 from mcp.client.sse import sse_client
@@ -131,7 +131,7 @@ async def test_the_official_client_gets_the_same_answers_everywhere(
     transport: str, client_mode: str, version: str, endpoint: str
 ) -> None:
     """FR-EXEC-007 and the SRS's error texts, seen through the SDK's client, which validates what it is sent."""
-    target = stdio_parameters() if transport == "stdio" else endpoint
+    target = stdio(command()) if transport == "stdio" else endpoint
     async with Client(target, mode=client_mode, cache=None, read_timeout_seconds=30) as client:
         assert client.protocol_version == version
         [tool] = [tool for tool in (await client.list_tools()).tools if tool.name == "units.convert"]
