@@ -1585,12 +1585,6 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _without_patterns(schema: JSONSchema) -> JSONSchema:
-    """Copy `schema` without what may keep Python's `re` busy for minutes with what a model wrote."""
-    kept = {keyword: value for keyword, value in schema.items() if not keyword.startswith("pattern")}
-    return _map_subschemas(kept, _without_patterns)
-
-
 def _drop_nulls(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
 
@@ -1618,7 +1612,8 @@ def _meant(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema
         yield from _meant(value, strict_forms, *schema.get("allOf", ()))
         for branch in _branches(schema, ["anyOf", "oneOf"]):
             if id(branch) not in strict_forms:
-                strict_forms[id(branch)] = _to_strict(_without_patterns(branch))
+                # By what is promised of it: no pattern, which may keep Python's `re` busy for minutes.
+                strict_forms[id(branch)] = _to_strict(_promise(branch))
             if _is_valid(value, strict_forms[id(branch)]):
                 yield from _meant(value, strict_forms, branch)
                 break
