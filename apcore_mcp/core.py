@@ -65,7 +65,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin, get_type_hints
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from annotated_types import Predicate
 from apcore import (
@@ -415,16 +415,14 @@ class _SchemaConverter:
     say is left out, and what else a marked value is when nobody gives one.
     """
 
-    def __init__(self) -> None:
-        self._nodes = 0
-
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
+        self._nodes = 0
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
-        return self._visit(schema, resolver, {id(schema): "#"})
+        return self._visit(schema, resolver, ["#"])
 
-    def _visit(self, node: Any, resolver: Any, opened: dict[int, str]) -> JSONSchema:
-        """Copy `node`. `opened` are the schemas that references led to, outermost first, and by which.
+    def _visit(self, node: Any, resolver: Any, opened: list[str]) -> JSONSchema:
+        """Copy `node`. `opened` are the references that led to it, outermost first.
 
         `true` becomes `{}` and `false` `{"not": {}}`, as MCP wants objects.
         """
@@ -450,17 +448,15 @@ class _SchemaConverter:
             result = {key: value for key, value in result.items() if key not in _EXAMPLES}
         return result
 
-    def _target(self, ref: str, resolver: Any, opened: dict[int, str]) -> JSONSchema:
-        name = posixpath.basename(unquote(ref))
+    def _target(self, ref: str, resolver: Any, opened: list[str]) -> JSONSchema:
+        if ref in opened:
+            path = map(posixpath.basename, [*opened[opened.index(ref) :], ref])
+            raise _Unconvertible(f"Circular reference: {' -> '.join(path)}")
         try:
-            resolved = resolver.lookup(ref)
+            target = resolver.lookup(ref)
         except Unresolvable:
-            raise KeyError(f"definition {name} is missing") from None
-        target = resolved.contents
-        if id(target) in opened:
-            path = [*opened.values(), name]
-            raise _Unconvertible(f"Circular reference: {' -> '.join(path[path.index(name) :])}")
-        return self._visit(target, resolved.resolver, {**opened, id(target): name})
+            raise KeyError(f"definition {posixpath.basename(ref)} is missing") from None
+        return self._visit(target.contents, target.resolver, [*opened, ref])
 
 
 def _admits_object(schema: JSONSchema) -> bool:
