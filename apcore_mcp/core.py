@@ -1581,37 +1581,36 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _drop_nulls(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth.
-
-    `strict_forms` are those of unions' branches, by id: a list may hold thousands of values of one union.
-    """
+def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
+    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     if not schemas:  # however deep it is
         return value
-    views = [*_meant(value, strict_forms, *schemas)]
+    views = [*_meant(value, *schemas)]
     if isinstance(value, list):
-        return [_drop_nulls(item, strict_forms, *_inside(views, index)) for index, item in enumerate(value)]
+        return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
         inside = [*_inside(views, name)]
         if item is not None or all(_is_valid(None, inner) for inner in inside):
-            kept[name] = _drop_nulls(item, strict_forms, *inside)
+            kept[name] = _drop_nulls(item, *inside)
     return kept
 
 
-def _meant(value: Any, strict_forms: dict[int, JSONSchema], *schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and all in them that apply to a value which a model wrote: of a union the branch that it could send."""
+def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
+    """`schemas` and all in them that apply to what a model wrote: of a union the branch that takes it without nulls.
+
+    The branch has to know every name in it, as strict mode would have the model send no other.
+    """
     for schema in schemas:
         yield schema
-        yield from _meant(value, strict_forms, *schema.get("allOf", ()))
+        yield from _meant(value, *schema.get("allOf", ()))
         for branch in _branches(schema, ["anyOf", "oneOf"]):
-            if id(branch) not in strict_forms:
-                # By what is promised of it: no pattern, which may keep Python's `re` busy for minutes.
-                strict_forms[id(branch)] = _to_strict(_promise(branch))
-            if _is_valid(value, strict_forms[id(branch)]):
-                yield from _meant(value, strict_forms, branch)
+            # By what is promised of it: no pattern, which may keep Python's `re` busy for minutes.
+            closed = {**_promise(branch), "unevaluatedProperties": False}
+            if _is_valid(_drop_nulls(value, branch), closed):
+                yield from _meant(value, branch)
                 break
 
 
@@ -1692,7 +1691,7 @@ def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tup
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return tool, _drop_nulls(inputs, {}, tool.input_schema)
+    return tool, _drop_nulls(inputs, tool.input_schema)
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
