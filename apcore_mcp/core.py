@@ -573,11 +573,11 @@ def _marks(schema: JSONSchema) -> JSONSchema:
     return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
 
 
-def _views(*schemas: JSONSchema, under: Collection[str] = _BESIDE) -> Iterator[JSONSchema]:
-    """`schemas` and everything in them that may apply to the same value, or whatever else stands `under` keywords."""
+def _views(*schemas: JSONSchema) -> Iterator[JSONSchema]:
+    """`schemas` and everything in them that may apply to the same value."""
     for schema in schemas:
         yield schema
-        yield from _views(*_branches(schema, under), under=under)
+        yield from _views(*_branches(schema, _BESIDE))
 
 
 def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
@@ -1508,6 +1508,7 @@ _IN_WORDS = frozenset(
     "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
     " maxContains".split()
 )
+_OPEN_MAP = re.compile(rb'"additionalProperties":[t{]')
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal does
 
 
@@ -1533,12 +1534,11 @@ class _OpenAIConverter:
     def _strict_parameters(self, tool: _Tool) -> JSONSchema:
         strict = _to_strict(tool.input_schema)
         found = detect_openai_strict_incompatibilities(strict)
-        for node in _views(tool.input_schema, under=_WITH_SCHEMAS):
-            if node.get("additionalProperties", False) is not False:
-                found.append("additionalProperties: true")
+        if _OPEN_MAP.search(to_json(tool.input_schema)):
+            found.append("additionalProperties: true")
         if found:
             text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-            logger.warning(text, tool.module_id, ", ".join(dict.fromkeys(found)))
+            logger.warning(text, tool.module_id, ", ".join(found))
         return strict
 
 
