@@ -313,8 +313,8 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
-# What constrains a value, to apcore or to clients of another mind; any other keyword describes it.
-_CONSTRAINTS = {*Draft202012Validator.VALIDATORS, "then", "else", "dependencies", "nullable"}
+# What constrains a value; any other keyword describes it.
+_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()
 # Of properties that no name tells.
 _OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
 
@@ -1501,8 +1501,6 @@ class _ToolCatalog:
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-# What constrains a value, and the one description that a model is to read.
-_STRICT_KEEPS = {*Draft202012Validator.VALIDATORS, "then", "else", "description"}
 # What OpenAI refuses, and a model can be told in words.
 _IN_WORDS = frozenset(
     "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
@@ -1565,7 +1563,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
             in_words.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
         elif keyword == "oneOf" and "anyOf" not in schema:
             kept["anyOf"] = value
-        elif keyword in _STRICT_KEEPS:
+        elif keyword in _CONSTRAINTS or keyword == "description":  # the one description that a model is to read
             kept[keyword] = value
     strict = _map_subschemas(kept, _to_strict)
     if in_words:
