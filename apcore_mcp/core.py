@@ -1561,7 +1561,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     for keyword, value in schema.items():
         if _is_told(keyword, value):
             in_words.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
-        elif keyword == "oneOf" and "anyOf" not in schema:
+        elif keyword == "oneOf":
             kept["anyOf"] = value
         elif keyword in _CONSTRAINTS or keyword == "description":  # the one description that a model is to read
             kept[keyword] = value

@@ -367,7 +367,6 @@ UNSAYABLE: list[Any] = [
     ({"type": "object", "additionalProperties": True}, "additionalProperties"),
     ({"type": "array", "items": {"additionalProperties": {}}}, "additionalProperties"),
     ({"allOf": [INTEGER]}, "allOf"),
-    ({"anyOf": [INTEGER], "oneOf": [INTEGER]}, "oneOf"),
     ({"not": STRING}, "not"),
     ({"type": "array", "prefixItems": [INTEGER]}, "prefixItems"),
     (None, "anyOf"),
