@@ -729,7 +729,7 @@ class _Tool:
         if self.is_closed:
             inputs["additionalProperties"] = False
         declared = _declared_output(module)
-        outputs = self._outputs(_forms(declared, descriptor.output_schema), options.redact_output)
+        outputs = self._outputs(_forms(declared, descriptor.output_schema))
         # What results are redacted by; empty when nothing is sensitive.
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
@@ -752,12 +752,12 @@ class _Tool:
         uri = f"docs://{self.module_id}"
         self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
 
-    def _outputs(self, forms: list[JSONSchema], redact_output: bool) -> list[JSONSchema]:
+    def _outputs(self, forms: list[JSONSchema]) -> list[JSONSchema]:
         """What is known of results in each of their `forms`; nothing where one refers to itself (SRS FR-SCHEMA-005)."""
         try:
             return [_SchemaConverter().inline(form) for form in forms]
         except _Unconvertible as error:
-            if redact_output and any(map(_marks_sensitive, forms)):
+            if any(map(_marks_sensitive, forms)):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return []

@@ -392,7 +392,7 @@ async def test_a_recursive_output_schema_costs_a_tool_its_output_schema_only(
 ) -> None:
     tree = one({"$ref": "#"}, **({"x-sensitive": True} if sensitive else {}))
     modules = {"m.tree": FunctionalModule(lambda inputs, context: {"p": {"p": {}}}, output_schema=tree), "m.a": echo}
-    left_out = sensitive and redact_output
+    left_out = sensitive
     async with connect(modules, redact_output=redact_output) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         result = await client.call_tool("m.tree", {})
