@@ -349,6 +349,7 @@ _LEGAL: JSONObject = {
     "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": NonNegativeInt,
     "uniqueItems deprecated readOnly writeOnly": bool,
     "pattern": re.Pattern[str],
+    "$dynamicRef": None,  # not supported
     "$ref $comment title description format contentEncoding contentMediaType": str,
 }
 _KINDS = {keyword: kind for keywords, kind in _LEGAL.items() for keyword in keywords.split()}
@@ -431,8 +432,6 @@ class _SchemaConverter:
         self._nodes += 1
         if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
-        if "$dynamicRef" in node:
-            raise _Unconvertible("$dynamicRef is not supported")
         kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         _NODE.validate_python(kept, strict=True)
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
