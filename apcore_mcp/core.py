@@ -830,16 +830,12 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
     try:
         if tool.has_numbers:
             output = _with_numbers(output)
-        text = _to_text(output or {})
-        value = from_json(text, allow_inf_nan=False)
-        files: list[JSONObject] = []
-        if tool.marks or tool.media:
-            value = _redact(value, *tool.marks)
-            files = _take_files(tool, value)
-            text = _to_text(value)
+        plain = from_json(_to_text(output or {}), allow_inf_nan=False)
+        value = _redact(plain, *tool.marks)
+        files = _take_files(tool, value)
     except Exception as error:  # a module's own __str__ may raise anything
         raise ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(error)}") from None
-    return text, value, files
+    return _to_text(value), value, files
 
 
 def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
