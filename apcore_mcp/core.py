@@ -474,11 +474,6 @@ _REWRITES = re.compile(
 )
 
 
-def _is_rewritten(core: Any) -> bool:
-    written = to_json(core, bytes_mode="base64", fallback=lambda part: str(getattr(part, "__module__", "")))
-    return _REWRITES.search(written) is not None
-
-
 class _AnySchema(GenerateJsonSchema):
     """Say `{}` of what JSON Schema cannot say."""
 
@@ -496,7 +491,9 @@ def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
     if not is_model and get_origin(declared) is not dict:
         return [described]
     adapter = TypeAdapter[Any](declared, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
-    if is_model and not _is_rewritten({**adapter.core_schema}):  # which builds what was deferred
+    core = {**adapter.core_schema}  # which builds what was deferred
+    written = to_json(core, bytes_mode="base64", fallback=lambda part: getattr(part, "__module__", ""))
+    if is_model and not _REWRITES.search(written):
         return [described]
     schema_of = functools.partial(adapter.json_schema, schema_generator=_AnySchema)
     sent = schema_of(mode="serialization")
