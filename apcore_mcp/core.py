@@ -518,8 +518,8 @@ def _function_of(module: FunctionModule) -> Callable[..., Any]:
 
 def _is_closed(module: Any) -> bool:
     """Whether a module is a function that takes no other arguments than those of its schema."""
-    if not isinstance(module, FunctionModule) or not isinstance(module.input_schema, _Model):
-        return False  # a dict schema says it of itself
+    if not isinstance(module, FunctionModule):
+        return False
     return inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
 
 
