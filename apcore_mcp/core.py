@@ -334,15 +334,16 @@ _Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
 _Names = Annotated[list[str], _Distinct]
+_Some = Field(min_length=1)
 _LEGAL: JSONObject = {
     **dict.fromkeys(_WITH_SCHEMAS, _Schema),
     "properties dependentSchemas $defs definitions": dict[str, _Schema],
     "patternProperties": dict[re.Pattern[str], _Schema],
-    "anyOf oneOf allOf prefixItems": Annotated[list[_Schema], Field(min_length=1)],
-    "type": _Type | Annotated[list[_Type], Field(min_length=1), _Distinct],
+    "anyOf oneOf allOf prefixItems": Annotated[list[_Schema], _Some],
+    "type": _Type | Annotated[list[_Type], _Some, _Distinct],
     "required": _Names,
     "dependentRequired": dict[str, _Names],
-    "enum": Annotated[list[Any], Field(min_length=1)],  # or it is legal, but not to AJV
+    "enum": Annotated[list[Any], _Some],  # or it is legal, but not to AJV
     "examples": list[Any],
     "minimum maximum exclusiveMinimum exclusiveMaximum": float,
     "multipleOf": PositiveFloat,
