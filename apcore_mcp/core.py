@@ -857,8 +857,8 @@ def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
 def _success(
     tool: _Tool,
     output: Any,
-    formatter: Callable[[Any], str] | None = None,
-    label: str = "",
+    formatter: Callable[[Any], str] | None,
+    label: str,
     *,
     is_checked: bool = True,
 ) -> JSONObject:
