@@ -517,13 +517,6 @@ def _function_of(module: FunctionModule) -> Callable[..., Any]:
     return module._func  # pyright: ignore[reportPrivateUsage]  # of which there is no public name
 
 
-def _is_closed(module: Any) -> bool:
-    """Whether a module is a function that takes no other arguments than those of its schema."""
-    if not isinstance(module, FunctionModule):
-        return False
-    return inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
-
-
 def _declared_output(module: Any) -> Any:
     """A module's output schema; for a function that returns a `dict[str, ...]` that type: apcore's says nothing."""
     if isinstance(module, FunctionModule):
@@ -721,7 +714,11 @@ class _Tool:
         self.about = _AnnotationMapper(descriptor, getattr(module, "display", None))
         self.name = self.about.alias
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
-        self.is_closed = _is_closed(module)
+        # A function that takes no other arguments than those of its schema.
+        self.is_closed = (
+            isinstance(module, FunctionModule)
+            and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
+        )
         inputs = _input_schema(descriptor.input_schema)
         if self.is_closed:
             inputs["additionalProperties"] = False
