@@ -1516,18 +1516,15 @@ class _OpenAIConverter:
             function["description"] += tool.about.to_suffix()
         function["parameters"] = tool.input_schema
         if self.strict:
-            function |= {"parameters": self._strict_parameters(tool), "strict": True}
+            strict = _to_strict(tool.input_schema)
+            found = detect_openai_strict_incompatibilities(strict)
+            if _OPEN_MAP.search(to_json(tool.input_schema)):
+                found.append("additionalProperties: true")
+            if found:
+                text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
+                logger.warning(text, tool.module_id, ", ".join(found))
+            function |= {"parameters": strict, "strict": True}
         return {"type": "function", "function": function}
-
-    def _strict_parameters(self, tool: _Tool) -> JSONSchema:
-        strict = _to_strict(tool.input_schema)
-        found = detect_openai_strict_incompatibilities(strict)
-        if _OPEN_MAP.search(to_json(tool.input_schema)):
-            found.append("additionalProperties: true")
-        if found:
-            text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-            logger.warning(text, tool.module_id, ", ".join(found))
-        return strict
 
 
 def _is_told(keyword: str, value: Any) -> bool:
