@@ -727,7 +727,7 @@ class _Tool:
         # What results are redacted by; empty when nothing is sensitive.
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
-        definition = {"name": self.name, **self.about.to_mcp(), "inputSchema": inputs}
+        definition = {**self.about.to_mcp(), "inputSchema": inputs}
         # Codex shows its model the structured content instead of the content: with both, files would be lost.
         if outputs and outputs[0] and not self.marks and not self.media:
             promise = _promise(outputs[0])
@@ -758,7 +758,7 @@ class _Tool:
 
     def definition(self, *, portable: bool = False) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return {**self._definition, "name": _portable_name(self.name) if portable else self.name}
+        return {"name": _portable_name(self.name) if portable else self.name, **self._definition}
 
 
 def _media(*schemas: JSONSchema) -> dict[str, str]:
