@@ -1226,7 +1226,7 @@ class _Files:
 
     def __init__(self, registry: Registry) -> None:
         # Only private names tell where it looks for files, and by which ids.
-        self._registry: Any = weakref.proxy(registry)
+        self._registry: Any = registry
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[int, int]] = {}  # the time and the size of each file
         self._made: dict[str, str] = {}  # by module id, the file
@@ -1326,12 +1326,8 @@ def _bound(path: str) -> Iterator[FunctionModule]:
         yield module
 
 
-_FILES = weakref.WeakKeyDictionary[Registry, _Files]()
-
-
-def _files_of(registry: Registry) -> _Files:
-    """The registry's one loader, whoever follows it: of two, each would load what the other has loaded."""
-    return _FILES.setdefault(registry, _Files(registry))
+# A registry's one loader, whoever follows it: of two, each would load what the other has loaded.
+_files_of = functools.cache(_Files)
 
 
 def _folder(extensions_dir: str) -> Registry:
