@@ -1104,12 +1104,6 @@ def _examples(tool: _Tool) -> list[JSONObject]:
     return []
 
 
-def _further(tool: _Tool) -> str:
-    """The module's documentation, without the description where it begins with that."""
-    words = r"\s+".join(map(re.escape, tool.descriptor.description.split()))
-    return re.sub(rf"\A\s*{words}((?<=[.!?])\s|\s*\n|\s*\Z)\s*", "", tool.documentation)
-
-
 def _fenced(value: Any) -> str:
     return f"```json\n{json.dumps(value, indent=2)}\n```"
 
@@ -1140,7 +1134,7 @@ def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
     module_id = tool.module_id
     known = tool.about.annotations
-    further = re.sub(r"(?m)^(?=#{1,3} )", "###", _further(tool))  # its headings, below ours
+    further = re.sub(r"(?m)^(?=#{1,3} )", "###", tool.documentation)  # its headings, below ours
     purpose = f"{tool.about.description}\n\n{further}".strip()
     returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
     for name, kind in tool.media.items():
@@ -2454,7 +2448,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         if tool is None or not await bridge.catalog.offered([tool], _caller(request.scope)):
             return not_found(request)
         definition = tool.definition(portable=portable)
-        return answer({**definition, "documentation": _further(tool), "examples": _examples(tool)})
+        return answer({**definition, "documentation": tool.documentation, "examples": _examples(tool)})
 
     async def call(request: Request) -> Response:
         """Run a tool like any other call, by a client that cannot be asked: `{"result", "content"}` or `{"error"}`."""

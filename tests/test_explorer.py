@@ -40,7 +40,7 @@ MODULES = {
         echo,
         input_schema=SIZE,
         description="Resize an image",
-        documentation="Resize an image\n\n# Resize",
+        documentation="# Resize",
         annotations=ModuleAnnotations(idempotent=True, requires_approval=True),
         examples=[ModuleExample("small", {"width": 9, "day": date(2026, 2, 3)}), {"inputs": {}}],
     ),
