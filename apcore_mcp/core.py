@@ -922,16 +922,13 @@ def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
 
 
 def _reported(error: Any) -> dict[str, str]:
-    """An error as apcore reports it, or a module: an object or mapping of apcore's or pydantic's, or a text."""
-    told = error if isinstance(error, dict) else getattr(error, "__dict__", None) or {"message": error}
-
-    def first(*names: str) -> Any:
-        return next((told[name] for name in names if told.get(name)), "")
-
-    pointer = first("path")
-    place = first("field", "loc") or (pointer.strip("/").split("/") if isinstance(pointer, str) else pointer)
-    path = place if isinstance(place, list | tuple) else [place]
-    return _fault(path, first("code", "keyword", "constraint", "type") or "invalid", first("message", "msg"))
+    """An error as apcore reports it, or a module: a mapping of apcore's or pydantic's, or a text."""
+    told = error if isinstance(error, dict) else {"message": error}
+    path = told.get("field") or told.get("path") or told.get("loc") or ""
+    if not isinstance(path, list | tuple):
+        path = str(path).strip("/").split("/")
+    code = told.get("code") or told.get("keyword") or told.get("type") or "invalid"
+    return _fault(path, code, told.get("message") or told.get("msg") or "")
 
 
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
@@ -949,8 +946,7 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as refusal:
-        for error in refusal.errors():
-            yield _fault(error["loc"], error["type"], error["msg"])
+        yield from map(_reported, refusal.errors())
 
 
 def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
