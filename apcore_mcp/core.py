@@ -2712,17 +2712,6 @@ async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
     await asyncio.wait([writing], timeout=1)
 
 
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.readuntil()
-    except asyncio.IncompleteReadError as end:
-        return end.partial
-    except asyncio.LimitOverrunError as overrun:
-        await reader.readexactly(overrun.consumed)
-        await _read_line(reader)  # the rest of it
-        return b"It is too long"
-
-
 def _refusal(line: bytes) -> bytes:
     """What a line that is no message is answered, under its id where one can be made out."""
     request_id = None
@@ -2759,10 +2748,11 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     async def messages() -> AsyncIterator[SessionMessage]:
         """A line that is no message is answered: the SDK would drop it, and its sender wait for ever."""
         while not reader.at_eof():
-            line = await _read_line(reader)
-            if not line.strip():
-                continue
+            line = b""  # what is known of one that is too long; its rest follows as another
             try:
+                line = await reader.readline()
+                if not line.strip():
+                    continue
                 message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 if not hasattr(message, "id") and "id" in json.loads(line):
                     raise ValueError("It is no id, or this would be a request")

@@ -157,7 +157,6 @@ GARBAGE: list[tuple[bytes, str | int | None, set[int]]] = [
     (b'{"jsonrpc": "2.0", "id": 77, "result": 5}', None, {-32600}),  # of the server's own requests' ids
     (LONE_SURROGATE, "lone", {-32600}),
     (b'{"jsonrpc": "2.0", "id": "\\ud800", "method": "ping"}', "\ud800", {-32600}),
-    (line(call("long", "t.echo", text="x" * MAX_LINE_BYTES)).strip(), None, {-32700}),
     *((line(call("ID", "t.echo")).replace(b'"ID"', odd).strip(), None, {-32600}) for odd in ODD_IDS),
 ]
 
@@ -174,6 +173,14 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
         served.send_line(blank)
     served.send_line(line(call("crlf", "t.echo", n=1)).replace(b"\n", b"\r"))
     assert structured([served.receive()]) == {"crlf": {"n": 1}}
+    served.send_line(line(call("long", "t.echo", text="x" * MAX_LINE_BYTES)).strip())
+    served.send_line(line(call("next", "t.echo", n=2)).strip())
+    answers = [served.receive()]
+    while answers[-1]["id"] is None:  # such a line is more than one
+        assert answers[-1]["error"]["code"] == -32700
+        answers.append(served.receive())
+    assert len(answers) > 1
+    assert structured(answers[-1:]) == {"next": {"n": 2}}
     served.send_line(line(call("long", "t.echo", text="z" * (MAX_LINE_BYTES - 1000))).strip())
     assert served.receive()["result"]["structuredContent"] == {"text": "z" * (MAX_LINE_BYTES - 1000)}
 
@@ -396,7 +403,7 @@ def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
         completed = subprocess.run(bench, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
     answers = messages(target.read_bytes())
     assert (completed.returncode, b"Traceback" in completed.stderr) == (0, False)
-    assert [answer["id"] for answer in answers if "error" in answer] == [None]
+    assert {answer["id"] for answer in answers if "error" in answer} == {None}
     results = structured([answer for answer in answers if "result" in answer])
     assert (results.keys(), len(results[1]["text"])) == ({0, 1}, 20_000_000)
 
