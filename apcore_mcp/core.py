@@ -2736,14 +2736,11 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
-    async def drain() -> None:
-        with suppress(OSError):  # the client has gone
-            await writer.drain()
-
     async def send(item: SessionMessage) -> None:
         # Nothing keeps the text while it is drained: large lists would take a third longer.
         writer.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-        await drain()
+        with suppress(OSError):  # the client has gone
+            await writer.drain()
 
     async def messages() -> AsyncIterator[SessionMessage]:
         """A line that is no message is answered: the SDK would drop it, and its sender wait for ever."""
@@ -2751,16 +2748,13 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
             line = b""  # what is known of one that is too long; its rest follows as another
             try:
                 line = await reader.readline()
-                if not line.strip():
-                    continue
-                message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                if not hasattr(message, "id") and "id" in json.loads(line):
-                    raise ValueError("It is no id, or this would be a request")
+                if line.strip():
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    if not hasattr(message, "id") and "id" in json.loads(line):
+                        raise ValueError("It is no id, or this would be a request")
+                    yield SessionMessage(message)
             except ValueError:
                 writer.write(_refusal(line))
-                await drain()
-                continue
-            yield SessionMessage(message)
         for _ in range(10):  # turns of the event loop, in which what has been read is begun
             await asyncio.sleep(0)
         await bridge.finish(closing=False)
