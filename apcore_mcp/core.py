@@ -238,13 +238,11 @@ class _Options:
         """Find the Executor that was given, or make one for the registry, and what else depends on which it is."""
         source = self.registry_or_executor
         given = getattr(source, "executor", source)  # of apcore's client, or of whatever has one
-        # An Executor that was given feeds the collector it came with.
-        is_fed = isinstance(given, Executor) and self.metrics_collector is not True
-        if isinstance(self.metrics_collector, bool):
-            self.metrics_collector = MetricsCollector() if self.metrics_collector else None
-        collector = self.metrics_collector
-        self.feeders = [] if is_fed or not isinstance(collector, MetricsCollector) else [MetricsMiddleware(collector)]
+        feeds = self.metrics_collector is True  # an Executor that was given feeds the collector it came with
+        if feeds:
+            self.metrics_collector = MetricsCollector()
         if isinstance(given, Registry):
+            feeds = isinstance(self.metrics_collector, MetricsCollector)
             config = None
             if self.timeout is not None:
                 limit = math.ceil(self.timeout * 1000)
@@ -254,6 +252,8 @@ class _Options:
             raise TypeError(f"Expected Registry or Executor instance, got {type(source).__name__}")
         elif self.timeout is not None:
             raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
+        if feeds:
+            given.use(MetricsMiddleware(self.metrics_collector))
         self.executor = given
         self.registry: Registry = given.registry
 
@@ -2250,9 +2250,6 @@ class _Bridge:
         self._changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
         self.sessions = AsyncExitStack()  # closed with the server
-        for feeder in options.feeders:  # of the metrics
-            options.executor.use(feeder)
-            self.sessions.callback(options.executor.remove, feeder)
         self.server: Any = Server(
             options.name,
             version=options.version or __version__,
@@ -2583,7 +2580,7 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
         return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
 
     routes: list[BaseRoute] = [Route("/health", health)]
-    if options.metrics_collector is not None:
+    if options.metrics_collector:
         routes.append(Route("/metrics", metrics))
     if options.explorer:
         routes += _explorer_routes(bridge)

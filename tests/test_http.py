@@ -690,7 +690,7 @@ def test_any_object_that_exports_can_be_the_collector_and_when_it_fails_nobody_i
 
 
 async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -> None:
-    """Whatever feeds a collector of the Executor's own; and what counts for a server goes with it."""
+    """Whatever feeds a collector of the Executor's own."""
     own = MetricsCollector()
     for middlewares in ([], [MetricsMiddleware(own)]):
         executor = Executor(registry_of({"t.echo": echo}), middlewares=middlewares)
@@ -698,7 +698,6 @@ async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -
             async with asgi_client(executor, metrics_collector=True) as client:
                 await client.post("/mcp", **call("t.echo", {}))
                 assert SUCCESS + "1" in (await client.get("/metrics")).text.splitlines()
-            assert executor.middlewares == middlewares
     async with asgi_client(executor, metrics_collector=own) as client:  # which it is fed once by the Executor
         await client.post("/mcp", **call("t.echo", {}))
         assert SUCCESS + "3" in (await client.get("/metrics")).text.splitlines()
