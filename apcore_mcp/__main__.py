@@ -22,7 +22,6 @@ from .core import (
     _folder,
     _Options,
     _options_of,
-    _set_log_level,
     _standard_streams,
     _take_standard_streams,
     serve,
@@ -71,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options["name"]:
             raise ValueError("server name must not be empty")
         checked = _options_of("apcore-mcp", registry, **options)
-        _set_log_level(checked)
         # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
         if not export:
             if checked.transport == "stdio":

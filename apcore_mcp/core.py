@@ -292,16 +292,13 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
         raise TypeError(f"{door} {option}: {fault['msg']}{hint}") from None
     made.check()
     made.take_source()
+    # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
+    if made.log_level is not None:
+        logging.basicConfig()
+        logger.setLevel(made.log_level)
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
     return made
-
-
-def _set_log_level(options: _Options) -> None:
-    """Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included."""
-    if options.log_level is not None:
-        logging.basicConfig()
-        logger.setLevel(options.log_level)
 
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
@@ -2899,7 +2896,6 @@ class _Life:
         serving = ended = loop.create_future()
         # `wrap_future` would do, were it not that a signal handler's result by it does not wake the loop it interrupts.
         self.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set_result, None))
-        _set_log_level(options)
         try:
             async with AsyncExitStack() as closing:
                 closing.callback(self.stop)  # before anybody is told of the end: a server may be started again
