@@ -753,9 +753,9 @@ class _Tool:
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return []
 
-    def definition(self, *, portable: bool = False) -> JSONObject:
-        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011)."""
-        return {"name": _portable_name(self.name) if portable else self.name, **self._definition}
+    def definition(self, names: str) -> JSONObject:
+        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011), with `names` as the option `tool_names`."""
+        return {"name": _portable_name(self.name) if names == "portable" else self.name, **self._definition}
 
 
 def _media(*schemas: JSONSchema) -> dict[str, str]:
@@ -2329,7 +2329,7 @@ class _Bridge:
         if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
             names = "portable"
         tools = await self._offered(ctx, self.catalog.tools.values())
-        return [tool.definition(portable=names == "portable") for tool in tools]
+        return [tool.definition(names) for tool in tools]
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         tools = await self._offered(ctx, self._documented().values())
@@ -2408,7 +2408,6 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
     from starlette.routing import Route
 
     options = bridge.options
-    portable = options.tool_names == "portable"
     page = Path(__file__).with_name("explorer.html").read_text("utf-8")
     headers = _explorer_headers(page)
     answer = functools.partial(JSONResponse, headers=headers)
@@ -2430,14 +2429,14 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
     async def summaries(request: Request) -> Response:
         tools = await bridge.catalog.offered(bridge.catalog.tools.values(), _caller(request.scope))
-        listing = [tool.definition(portable=portable) for tool in tools]
+        listing = [tool.definition(options.tool_names) for tool in tools]
         return answer([{key: tool[key] for key in tool if not key.endswith("Schema")} for tool in listing])
 
     async def detail(request: Request) -> Response:
         tool = bridge.catalog.find(request.path_params["name"])
         if tool is None or not await bridge.catalog.offered([tool], _caller(request.scope)):
             return not_found(request)
-        definition = tool.definition(portable=portable)
+        definition = tool.definition(options.tool_names)
         return answer({**definition, "documentation": tool.documentation, "examples": _examples(tool)})
 
     async def call(request: Request) -> Response:
@@ -2827,7 +2826,7 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
         print(f"claude mcp add-json {shlex.quote(options.name)} {shlex.quote(json.dumps(entry))}", file=sys.stderr)
         exported: Any = {"mcpServers": {options.name: entry}}
     elif form == "mcp":
-        exported = catalog.each(functools.partial(_Tool.definition, portable=options.tool_names == "portable"))
+        exported = catalog.each(functools.partial(_Tool.definition, names=options.tool_names))
     else:
         exported = catalog.each(_OpenAIConverter(strict=form == "openai-strict").convert)
     return json.dumps(exported, indent=2)
