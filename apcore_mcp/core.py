@@ -2489,7 +2489,6 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
     from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
     from starlette.responses import PlainTextResponse
-    from starlette.websockets import WebSocketClose
 
     own = bridge.options.host.lower()
     given = bridge.options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
@@ -2516,9 +2515,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         answer = app
-        if scope["type"] == "websocket":
-            answer = WebSocketClose()
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
             answer = refusal(scope) or app
         is_awaited = scope.get("method") == "POST"  # a GET may be a stream without an end
         if is_awaited:
@@ -2607,8 +2604,11 @@ async def _http_app(bridge: _Bridge) -> Starlette:
                     bridge.endless.add(connection)
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
-        get = Route("/sse", Mount("", stream), methods=["GET"])  # which itself would call a function for a response
-        routes = [get, Mount("/messages/", transport.handle_post_message)]
+        # Mounts, as a route itself would call a function for a response; and not alone, which WebSockets would reach.
+        routes = [
+            Route("/sse", Mount("", stream), methods=["GET"]),
+            Route("/messages/", Mount("", transport.handle_post_message)),
+        ]
     routes += _own_routes(bridge)
     middleware = [
         Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
