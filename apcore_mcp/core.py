@@ -896,7 +896,6 @@ _SENTENCES = {
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
-_ANY_OTHER = "Module error: {code}"
 _UNEXPECTED = "Internal error occurred"
 
 
@@ -961,8 +960,8 @@ def _leaves(error: Any) -> Iterator[dict[str, str]]:
     for inner in meant or error.context:
         yield from _leaves(inner)
     if error.validator == "required":
-        missing = error.message.removesuffix(" is a required property")  # in quotes
-        yield _fault([*error.absolute_path, missing[1:-1]], "required", "Field required")
+        name = error.message.removesuffix("' is a required property")[1:]
+        yield _fault([*error.absolute_path, name], "required", "Field required")
     elif not error.context:
         yield _fault(error.absolute_path, error.validator, error.message)
 
@@ -1035,7 +1034,7 @@ class _ErrorMapper:
             if is_own:
                 return self._tell_validation(error, step, withheld, report)
             report["user_fixable"] = False  # another module was given something wrong by this one
-        sentence = _SENTENCES.get(error.code, _ANY_OTHER)
+        sentence = _SENTENCES.get(error.code, "Module error: {code}")
         if withheld and error.code in _SENTENCES:
             sentence = sentence.partition(":")[0]
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
@@ -1061,7 +1060,7 @@ class _ErrorMapper:
             withheld = True
         elif step == "input_validation":  # finds none where middleware has changed the arguments
             errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
-        errors = errors or [*map(_reported, itertools.islice(error.details["errors"], _ERRORS_MAX))]
+        errors = errors or [*map(_reported, error.details["errors"][:_ERRORS_MAX])]
         if not errors:
             return title
         text = f"{title}:"
