@@ -1060,7 +1060,7 @@ class _ErrorMapper:
             withheld = True
         elif step == "input_validation":  # finds none where middleware has changed the arguments
             errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
-        errors = errors or [*map(_reported, error.details["errors"][:_ERRORS_MAX])]
+        errors = errors or [*map(_reported, itertools.islice(error.details["errors"], _ERRORS_MAX))]
         if not errors:
             return title
         text = f"{title}:"
