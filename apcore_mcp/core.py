@@ -2711,8 +2711,8 @@ def _refusal(line: bytes) -> bytes:
     with suppress(ValueError, RecursionError):
         decoded = json.loads(line)
         code = -32600
-        if isinstance(decoded, dict) and "result" not in decoded:
-            request_id = decoded.get("id")
+        if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
+            request_id = decoded["id"]
     error = {"code": code, "message": f"Not a single JSON-RPC message of at most {_MESSAGE_MAX_BYTES} bytes"}
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode() + b"\n"
 
