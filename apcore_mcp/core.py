@@ -1258,29 +1258,31 @@ class _Files:
     def _id_of(self, path: str) -> str:
         return str(self._registry._canonical_id_for_path(path))
 
-    def _define(self, path: str) -> list[Sequence[Any]]:
+    def _define(self, path: str) -> Iterator[Sequence[Any]]:
         """What `Registry.register` takes of each module that a file defines or binds."""
         if path.endswith(".yaml"):
-            return [(bound.module_id, bound) for bound in _bound(path)]
+            for bound in _bound(path):
+                yield bound.module_id, bound
+            return
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook is not None:
             self._registry._pre_approval_hook(Path(path))
         module_id = self._id_of(path)
-        defined = _run_file(path, f"apcore_ext.{module_id}")
-        functions = [value.apcore_module for value in defined if hasattr(value, "apcore_module")]
-        classes = [
-            value
-            for value in defined
-            if inspect.isclass(value) and chosen in ("", value.__name__) and not validate_module(value)
-        ]
+        functions = set()  # each once, under whatever names
+        classes = set()
+        for value in _run_file(path, f"apcore_ext.{module_id}"):
+            if hasattr(value, "apcore_module"):
+                functions.add(value.apcore_module)
+            elif inspect.isclass(value) and chosen in ("", value.__name__) and not validate_module(value):
+                classes.add(value)
         if len(classes) > 1 or not (classes or functions):
             raise ImportError(_ONE_MODULE)
-        made: list[Sequence[Any]] = [(each.module_id.removeprefix("apcore_ext."), each) for each in functions]
+        for function in functions:
+            yield function.module_id.removeprefix("apcore_ext."), function
         for module in classes:
             version = metadata.get("version") or getattr(module, "version", "1.0.0")
-            made.append((module_id, module(), str(version), metadata))
-        return made
+            yield module_id, module(), str(version), metadata
 
 
 def _run_file(path: str, place: str) -> list[Any]:
@@ -1293,8 +1295,7 @@ def _run_file(path: str, place: str) -> list[Any]:
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
     sys.modules.setdefault("apcore_ext", ModuleType("apcore_ext"))  # pickle imports it, too
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
-    by_identity = {id(value): value for value in vars(module).values()}  # each once, under whatever names
-    return [value for value in by_identity.values() if getattr(value, "__module__", "") == place]
+    return [value for value in vars(module).values() if getattr(value, "__module__", "") == place]
 
 
 def _bound(path: str) -> Iterator[FunctionModule]:
