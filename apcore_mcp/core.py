@@ -1215,10 +1215,10 @@ class _Files:
         self._registry: Any = registry
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[int, int]] = {}  # the time and the size of each file
-        self._made: dict[str, str] = {}  # by module id, the file
+        self._made: dict[Any, str] = {}  # by module id, the file
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._seen = self._look()
-            self._made = {self._id_of(path): path for path in self._seen if registry.has(self._id_of(path))}
+            self._made = {self._registry._canonical_id_for_path(path): path for path in self._seen}
 
     def update(self) -> None:
         """Take in what has changed since the last time: at first, everything."""
@@ -1255,20 +1255,16 @@ class _Files:
                             seen[path] = facts.st_mtime_ns, facts.st_size
         return seen
 
-    def _id_of(self, path: str) -> str:
-        return str(self._registry._canonical_id_for_path(path))
-
     def _define(self, path: str) -> Iterator[Sequence[Any]]:
         """What `Registry.register` takes of each module that a file defines or binds."""
         if path.endswith(".yaml"):
-            for bound in _bound(path):
-                yield bound.module_id, bound
+            yield from _bound(path)
             return
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook is not None:
             self._registry._pre_approval_hook(Path(path))
-        module_id = self._id_of(path)
+        module_id = self._registry._canonical_id_for_path(path)
         functions = set()  # each once, under whatever names
         classes = set()
         for value in _run_file(path, f"apcore_ext.{module_id}"):
@@ -1298,8 +1294,8 @@ def _run_file(path: str, place: str) -> list[Any]:
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == place]
 
 
-def _bound(path: str) -> Iterator[FunctionModule]:
-    """What a `*.binding.yaml` file binds, also of files beside it."""
+def _bound(path: str) -> Iterator[tuple[str, FunctionModule]]:
+    """What a `*.binding.yaml` file binds, also of files beside it, each with its id."""
     if b"x-sensitive" in Path(path).read_bytes():
         raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
@@ -1310,7 +1306,7 @@ def _bound(path: str) -> Iterator[FunctionModule]:
         beside = os.path.join(folder, *name.split(".")) + ".py"
         if os.path.exists(beside) and not os.path.samefile(beside, str(sys.modules[name].__file__)):
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-        yield module
+        yield module.module_id, module
 
 
 # A registry's one loader, whoever follows it: of two, each would load what the other has loaded.
