@@ -145,9 +145,8 @@ def _text_of(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """`text` as it is, but for what would break its line, hide or turn around what follows: `a\\nb` for two lines."""
-    unseen = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(unseen, lambda found: repr(found[0])[1:-1], text)
+    """`text` as Python writes it: nothing in it breaks its line, hides or turns around what follows."""
+    return repr(text)[1:-1]
 
 
 # ---- Options: every option of `serve()`, once ----
