@@ -219,8 +219,6 @@ class _Options:
             raise ValueError("name must not exceed 255 characters")
         if not all(self.tags or ()):
             raise ValueError("Tag values must not be empty")
-        if not all(self.exclude or ()):
-            raise ValueError("exclude must not hold an empty prefix, which every module has")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.transport != "stdio":
