@@ -2852,9 +2852,8 @@ def _announce(bridge: _Bridge, where: str) -> None:
     tools = bridge.catalog.tools
     if not tools:
         logger.warning("No modules registered; server starting with zero tools")
-    is_open = options.approval != "deny" and options.executor.governance_state().unprotected_control_surface
-    if is_open and any(module_id.startswith(_CONTROL) for module_id in tools):
-        logger.warning("Every client is offered %s*: protect them by an ACL or an approval handler", _CONTROL)
+    if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
+        logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     started = "apcore-mcp server started: %d tools registered, transport=%s%s"
