@@ -1413,14 +1413,6 @@ class _ToolCatalog:
                 offered = [tool for tool, decision in asked if decision.access == "allow"]
         return offered
 
-    def each(self, make: Callable[[_Tool], T], tools: Iterable[_Tool] | None = None) -> list[T]:
-        """What `make` gives for each of `tools`, or of all; one for which it fails is left out with a WARNING."""
-        made = []
-        for tool in self.tools.values() if tools is None else tools:
-            with _left_out(f"Module {tool.module_id}"):
-                made.append(make(tool))
-        return made
-
     def _note_change(self, module_id: str, _module: object = None) -> None:
         self._changed.append(module_id)
         self._on_change()
@@ -1598,7 +1590,8 @@ def to_openai_tools(
     if identity is not None:
         with ThreadPoolExecutor() as threads:  # where no event loop runs yet
             tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
-    return catalog.each(_OpenAIConverter(embed_annotations=embed_annotations, strict=strict).convert, tools)
+    converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
+    return [converter.convert(tool) for tool in tools]
 
 
 class _NotOffered(ValueError):
@@ -2809,9 +2802,9 @@ _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 
 def _export(options: _Options, form: str, arguments: list[str]) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, the tool document, or what clients start it by."""
-    catalog = _ToolCatalog(options)
+    tools = _ToolCatalog(options).tools.values()
     if form == "markdown":
-        return "\n".join([f"# Tools of {options.name}\n", *catalog.each(_document)])
+        return "\n".join([f"# Tools of {options.name}\n", *map(_document, tools)])
     if form == "client":
         entry = _client_entry(options, arguments)
         # And the commands of clients that have one for it.
@@ -2819,9 +2812,9 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
         print(f"claude mcp add-json {shlex.quote(options.name)} {shlex.quote(json.dumps(entry))}", file=sys.stderr)
         exported: Any = {"mcpServers": {options.name: entry}}
     elif form == "mcp":
-        exported = catalog.each(functools.partial(_Tool.definition, names=options.tool_names))
+        exported = [tool.definition(options.tool_names) for tool in tools]
     else:
-        exported = catalog.each(_OpenAIConverter(strict=form == "openai-strict").convert)
+        exported = [*map(_OpenAIConverter(strict=form == "openai-strict").convert, tools)]
     return json.dumps(exported, indent=2)
 
 
