@@ -56,7 +56,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -1370,7 +1369,7 @@ class _ToolCatalog:
         self._lock = threading.Lock()
         self._tools: dict[str, _Tool] = {}  # by module id, sorted
         self._by_name: dict[str, _Tool] = {}  # by id and alias, as they are sent to OpenAI
-        self._changed = deque(self._registry.list())
+        self._changed = {*self._registry.list()}
         self._closed = threading.Event()
 
     def follow(self, on_change: Callable[[], object]) -> None:
@@ -1381,7 +1380,7 @@ class _ToolCatalog:
             threading.Thread(target=self._follow_files, args=[files], name="apcore-mcp-files", daemon=True).start()
         for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
-        self._changed.extend(self._registry.list())  # not before, or a module could slip in between
+        self._changed.update(self._registry.list())  # not before, or a module could slip in between
 
     def close(self) -> None:
         self._closed.set()
@@ -1414,7 +1413,7 @@ class _ToolCatalog:
         return offered
 
     def _note_change(self, module_id: str, _module: object = None) -> None:
-        self._changed.append(module_id)
+        self._changed.add(module_id)
         self._on_change()
 
     def _take_in(self) -> None:
@@ -1422,9 +1421,8 @@ class _ToolCatalog:
         with self._lock:  # before the look whether anything has: another thread may be about to take it in
             if not self._changed:
                 return
-            changed = set()
-            while self._changed:
-                changed.add(self._changed.popleft())
+            changed = self._changed.copy()
+            self._changed -= changed  # before the look at what each is now
             tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
             for module_id in changed.intersection(self._registry.list(prefix=self._options.prefix)):
                 tool = self.build(module_id)
