@@ -1406,10 +1406,9 @@ class _ToolCatalog:
         offered = [*tools]
         for step in self._options.executor.current_strategy.steps:
             if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
-                acl = ACL([*step.acl.rules], step.acl.default_effect)
+                check = ACL([*step.acl.rules], step.acl.default_effect).async_check_access
                 context: Context[Any] = Context.create(identity=caller)
-                asked = [(tool, await acl.async_check_access(None, tool.module_id, context)) for tool in offered]
-                offered = [tool for tool, decision in asked if decision.access == "allow"]
+                offered = [tool for tool in offered if (await check(None, tool.module_id, context)).access == "allow"]
         return offered
 
     def _note_change(self, module_id: str, _module: object = None) -> None:
