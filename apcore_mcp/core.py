@@ -1377,7 +1377,12 @@ class _ToolCatalog:
         self._on_change = on_change
         if self._options.dynamic:
             files = _files_of(self._registry)
-            threading.Thread(target=self._follow_files, args=[files], name="apcore-mcp-files", daemon=True).start()
+
+            def look() -> None:
+                while not self._closed.wait(_LOOK_SECONDS):
+                    files.update()
+
+            threading.Thread(target=look, name="apcore-mcp-files", daemon=True).start()
         for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
         self._changed.update(self._registry.list())  # not before, or a module could slip in between
@@ -1447,10 +1452,6 @@ class _ToolCatalog:
                 return None
             return _Tool(descriptor, module, options)
         return None
-
-    def _follow_files(self, files: _Files) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            files.update()
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
