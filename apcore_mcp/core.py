@@ -1087,7 +1087,7 @@ def _sample(schema: JSONSchema) -> Any:
 def _examples(tool: _Tool) -> list[JSONObject]:
     """The module's own examples that are valid calls, in plain JSON types."""
     with suppress(Exception):  # they are whatever a module lists
-        examples = from_json(to_json(tool.descriptor.examples, fallback=str), allow_inf_nan=False)
+        examples = _plain(tool.descriptor.examples)
         return [each for each in examples if _is_valid(each["inputs"], tool.input_schema)]
     return []
 
