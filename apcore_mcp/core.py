@@ -1299,8 +1299,8 @@ def _bound(path: str) -> Iterator[tuple[str, FunctionModule]]:
         sys.path.append(folder)
     for module in BindingLoader().load_bindings(path, Registry()):
         name = _function_of(module).__module__
-        beside = os.path.join(folder, *name.split(".")) + ".py"
-        if os.path.exists(beside) and not os.path.samefile(beside, str(sys.modules[name].__file__)):
+        beside = Path(folder, *name.split(".")).with_suffix(".py")
+        if beside.exists() and not beside.samefile(str(sys.modules[name].__file__)):
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
         yield module.module_id, module
 
