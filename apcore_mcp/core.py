@@ -2312,30 +2312,29 @@ class _Bridge:
         names = self.options.tool_names
         if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
             names = "portable"
-        tools = await self._offered(ctx, self.catalog.tools.values())
-        return [tool.definition(names) for tool in tools]
+        return [tool.definition(names) for tool in await self._offered(ctx)]
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
-        tools = await self._offered(ctx, self._documented().values())
-        return {"resources": [tool.resource for tool in tools], **_FRESH}
+        tools = await self._offered(ctx)
+        return {"resources": [tool.resource for tool in tools if tool.documentation], **_FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
         return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> Any:
-        tool = self._documented().get(params.uri)
-        if tool is None or not await self._offered(ctx, [tool]):
-            code = -32602 if _is_modern(ctx.protocol_version) else -32002
-            raise _protocol_error(code, "Resource not found", {"uri": params.uri})
-        content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
-        return {"contents": [content], **_FRESH}
+        for tool in await self._offered(ctx):
+            if tool.documentation and tool.resource["uri"] == params.uri:
+                content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
+                return {"contents": [content], **_FRESH}
+        code = -32602 if _is_modern(ctx.protocol_version) else -32002
+        raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 
     def _documented(self) -> dict[str, _Tool]:
         """The listed modules that have documentation, by its URI (SRS FR-RESOURCE-001, -002)."""
         return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
 
-    async def _offered(self, ctx: RequestContext, tools: Iterable[_Tool]) -> list[_Tool]:
-        return await self.catalog.offered(tools, _caller(getattr(ctx.request, "scope", {})))
+    async def _offered(self, ctx: RequestContext) -> list[_Tool]:
+        return await self.catalog.offered(self.catalog.tools.values(), _caller(getattr(ctx.request, "scope", {})))
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
         params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
