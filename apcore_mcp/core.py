@@ -2329,33 +2329,26 @@ class _Bridge:
         code = -32602 if _is_modern(ctx.protocol_version) else -32002
         raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 
-    def _documented(self) -> dict[str, _Tool]:
-        """The listed modules that have documentation, by its URI (SRS FR-RESOURCE-001, -002)."""
-        return {tool.resource["uri"]: tool for tool in self.catalog.tools.values() if tool.documentation}
-
     async def _offered(self, ctx: RequestContext) -> list[_Tool]:
         return await self.catalog.offered(self.catalog.tools.values(), _caller(getattr(ctx.request, "scope", {})))
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
-        params.notifications.prompts_list_changed = None  # or it would be promised, and there are none
+        # Or they would be promised: there are no prompts, and of a single resource nobody is told.
+        params.notifications.prompts_list_changed = None
+        params.notifications.resource_subscriptions = None
         if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
             asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     async def _announce(self) -> None:
-        """Tell clients of every change of the lists, those of 2026-07-28 also which resource is another or gone."""
-        from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated, ToolsListChanged
+        """Tell clients of every change of the lists."""
+        from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
 
-        now = self._documented()
         while await self._changed.wait():
             await asyncio.sleep(_ANNOUNCE_SECONDS)
             self._changed.clear()
-            before = now
-            now = self._documented()
             await self._bus.publish(ToolsListChanged())
             await self._bus.publish(ResourcesListChanged())
-            for uri in dict(before.items() ^ now.items()):
-                await self._bus.publish(ResourceUpdated(uri))
             await asyncio.gather(*map(self._tell, self._followers))
 
     async def _tell(self, connection: Any) -> None:

@@ -34,7 +34,7 @@ from conftest import (
 )
 from mcp.client import Client
 from mcp.client.sse import sse_client
-from mcp.server.subscriptions import ResourcesListChanged, ResourceUpdated
+from mcp.server.subscriptions import ResourcesListChanged
 from mcp.shared.exceptions import MCPError
 from mcp_types import ResourceListChangedNotification
 from support import (
@@ -304,25 +304,6 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         assert (await client.list_resources()).resources == []
 
 
-async def test_who_listens_for_a_resource_is_told_when_it_changes() -> None:
-    registry = registry_of({f"doc.{name}": documented(documentation="one") for name in "abc"})
-
-    def replace(name: str, text: str) -> None:
-        registry.unregister(f"doc.{name}")
-        registry.register(f"doc.{name}", documented(documentation=text))
-
-    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(30):
-        client = await stack.enter_async_context(connect(registry))
-        events = await stack.enter_async_context(client.listen(resource_subscriptions=["docs://doc.a"]))
-        updated = (event.uri async for event in events if isinstance(event, ResourceUpdated))
-        replace("b", "two")  # nobody listens for it
-        replace("c", "two")
-        await client.list_tools()
-        for text in ("two", "three"):  # once or twice, as the module may be seen to be gone meanwhile
-            replace("a", text)
-            assert await anext(updated) == "docs://doc.a"
-
-
 @pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
 async def test_no_handshake_client_is_promised_to_be_told_of_a_single_resource() -> None:
     async with connect({"doc.a": documented(documentation="one")}, mode=HANDSHAKE) as client:
@@ -361,7 +342,8 @@ async def later(inputs, context):
 serve(registry)
 """
     gate = tmp_path / "gate"
-    wanted = {"toolsListChanged": True, "promptsListChanged": True, "resourcesListChanged": True}
+    wanted: dict[str, Any] = dict.fromkeys(("toolsListChanged", "promptsListChanged", "resourcesListChanged"), True)
+    wanted["resourceSubscriptions"] = ["docs://t.later"]
     with RawClient(program(text)) as client:
         listening = client.send("subscriptions/listen", enveloped({"notifications": wanted}))
         promised = client.receive()
