@@ -2115,7 +2115,13 @@ class _ExecutionRouter:
 
     async def run(self, call: _Call) -> JSONObject:
         """Begin a call; its result, or the question that it asks before."""
-        call.task = asyncio.create_task(self._execute(call))
+        context: Context[Any] = Context.create(
+            identity=call.caller,
+            trace_parent=TraceContext.extract(call.meta),  # the client's span, when it sent one (SEP-414)
+            cancel_token=call.token,
+            data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
+        )
+        call.task = asyncio.create_task(self._execute(call, context))
         return await self._reply(call)
 
     async def _reply(self, call: _Call) -> JSONObject:
@@ -2137,18 +2143,10 @@ class _ExecutionRouter:
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)
         return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
 
-    async def _execute(self, call: _Call) -> JSONObject:
+    async def _execute(self, call: _Call, context: Context[Any]) -> JSONObject:
         """Run the module to its end; the tool result, of whatever kind."""
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
-        # The client's span, when it sent one (W3C trace context, SEP-414).
-        headers = {key: value for key, value in call.meta.items() if isinstance(value, str)}
-        context: Context[Any] = Context.create(
-            identity=call.caller,
-            trace_parent=TraceContext.extract(headers),
-            cancel_token=call.token,
-            data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
-        )
         self._running.add(call)
         _CURRENT.set(call)
         try:
