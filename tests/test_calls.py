@@ -385,7 +385,7 @@ async def test_a_stream_that_gives_nothing_more_ends_with_its_calls_time() -> No
                 closed.put(inputs["then"])
 
     config = Config(data={"executor": {"global_timeout": 500, "default_timeout": 400}})
-    told = {"ends": r'{"n":1}', "hangs": r"Module timed out after (4\d\d|500)ms", "fails": "Internal error occurred"}
+    told = {"ends": r'{"n":1}', "hangs": r"Module timed out after 500ms", "fails": "Internal error occurred"}
     async with connect(Executor(registry_of({"stream": Stream([])}), config=config)) as client, asyncio.timeout(20):
         for then, text in told.items():
             result = await client.call_tool("stream", {"then": then}, progress_callback=noting()[0])
