@@ -1789,7 +1789,7 @@ class _Call:
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         number = float(progress)
-        whole = None if total is None or not math.isfinite(total) else float(total)
+        whole = total and float(total)
         if asyncio.get_running_loop() is self._loop:
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
