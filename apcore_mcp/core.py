@@ -2437,7 +2437,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
     prefix = options.explorer_prefix
     return [
-        Route(f"{prefix}/", HTMLResponse(page, headers=headers), methods=["GET"]),
+        Route(f"{prefix}/", HTMLResponse(page, headers=headers)),
         Route(f"{prefix}/server", about_server),
         Route(f"{prefix}/tools", summaries),
         Route(f"{prefix}/tools/{{name}}", detail),
