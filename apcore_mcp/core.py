@@ -272,9 +272,8 @@ _ONLY_OFF = "approval_handler authenticator strategy trace observability output_
 def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
     unused = []
-    for name, value in list(options.items()):
-        is_off = value is None or value is False
-        if name in _WITHOUT_EFFECT or (is_off and name in _ONLY_OFF):
+    for name in sorted(options):
+        if name in _WITHOUT_EFFECT or (name in _ONLY_OFF and options[name] in (None, False)):
             unused.append(name)
             del options[name]
     if "approval" not in options and "approval_handler" in options:
@@ -293,7 +292,7 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
         logging.basicConfig()
         logger.setLevel(made.log_level)
     if unused:
-        logger.debug("%s: without effect here: %s", door, ", ".join(sorted(unused)))
+        logger.debug("%s: without effect here: %s", door, ", ".join(unused))
     return made
 
 
