@@ -70,7 +70,6 @@ async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
 def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
-        ({"trace": 0}, "trace: Unexpected keyword argument"),  # which is not quite False
         ({"authenticator": object()}, r".*authenticator.*middleware="),
         ({"approval": "deny", "approval_handler": "off"}, "approval_handler: Unexpected keyword argument"),
         ({"approval_handler": 3}, "approval"),
