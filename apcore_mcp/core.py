@@ -2952,13 +2952,12 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
 class MCPServer:
     """A server in a thread of its own, beside the rest of a program: `MCPServer(registry, transport=..., port=...)`.
 
-    Takes the options of `serve()` and checks them at once. Every method may be called from any thread, and a server
-    that has ended can be started again. Source: tech design 6.10.
+    Takes the options of `serve()` and checks them at once. Every method may be called from any thread, though not
+    `start()` from two at once, and a server that has ended can be started again. Source: tech design 6.10.
     """
 
     def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
-        self._lock = threading.Lock()
         self._life = _Life(self._options)
         self._thread: threading.Thread | None = None
 
@@ -2967,13 +2966,12 @@ class MCPServer:
 
         Raises what keeps it from starting, as `serve()` would: OSError for a port in use, what `on_startup` raised.
         """
-        with self._lock:
-            if self._thread is None or self._life.ended.done():
-                self.wait()
-                self._life = _Life(self._options)
-                self._thread = threading.Thread(target=self._life.block, name="apcore-mcp", daemon=True)
-                self._thread.start()
-            self._life.started.result()
+        if self._thread is None or self._life.ended.done():
+            self.wait()
+            self._life = _Life(self._options)
+            self._thread = threading.Thread(target=self._life.block, name="apcore-mcp", daemon=True)
+            self._thread.start()
+        self._life.started.result()
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given 5 seconds."""

@@ -497,7 +497,7 @@ def test_a_server_starts_once_and_restarts_and_can_be_told_from_any_thread() -> 
     server.stop()
     server.wait()
     for life in (1, 2, 3):
-        in_threads(*[server.start] * 4)
+        in_threads(server.start)
         server.start()
         assert len(started) == life
         handshake(f"http://127.0.0.1:{port}")
