@@ -961,13 +961,6 @@ def _leaves(error: Any) -> Iterator[dict[str, str]]:
         yield _fault(error.absolute_path, error.validator, error.message)
 
 
-def _check_input(tool: _Tool, arguments: JSONObject) -> None:
-    """Raise apcore's SchemaValidationError for arguments that the module refuses."""
-    faults = [*itertools.islice(_faults(tool, arguments), _ERRORS_MAX)]
-    if faults:
-        raise SchemaValidationError(f"Input validation failed: {faults}", faults)
-
-
 @dataclasses.dataclass
 class _ErrorMapper:
     """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
@@ -2169,7 +2162,9 @@ class _ExecutionRouter:
         is_suspect = self._options.validate_inputs or _unknown(tool, call.arguments)
         # Whom the ACL refuses is told so by the Executor, and not what the tool would take.
         if is_suspect and await self._catalog.offered([tool], call.caller):
-            _check_input(tool, call.arguments)
+            faults = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
+            if faults:
+                raise SchemaValidationError(f"Input validation failed: {faults}", faults)
         if not (tool.about.annotations.streaming and "progress_token" in call.meta):
             output = await self._executor.call_async(tool.module_id, call.arguments, context)
             return _success(tool, output, call.formatter, call.label)
