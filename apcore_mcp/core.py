@@ -2069,16 +2069,12 @@ class _ExecutionRouter:
             call.cancel()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
-        name = _one_line(params.name[:200])
-        try:
-            caller = _caller(getattr(ctx.request, "scope", {}))
-        except Exception:  # a user of a class of its own
-            logger.exception("Tool call error: %s - its caller cannot be read", name)
-            return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
+        caller = _caller(getattr(ctx.request, "scope", {}))
         if params.request_state is not None:
             return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
         tool = self._catalog.find(params.name)
         if tool is None:
+            name = _one_line(params.name[:200])
             text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
             label = _label(name, caller)
             logger.debug("Tool call: %s", label)

@@ -27,7 +27,7 @@ from mcp.server.auth.provider import AccessToken
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import ACCEPT, Wire, accept, asking, handshake, initialize_params, message, text_of
+from support import ACCEPT, Wire, accept, asking, handshake, initialize_params, message
 
 from apcore_mcp import async_serve, elicit
 
@@ -135,11 +135,8 @@ async def test_a_caller_who_cannot_be_read_is_nobody_else_and_told_nothing(mode:
     """And offered nothing, by a list of an ACL."""
     executor = Executor(registry_of({"whoami": whoami}), acl=ACL([]))
     async with signed(executor, mode, caller="unreadable") as session:
-        for name in ("whoami", "nope.x"):
-            result = await session.client.call_tool(name)
-            assert (result.is_error, text_of(result)) == (True, "Internal error occurred")
-            assert "hunter2" not in result.model_dump_json()
-        for ask in (session.client.list_tools, session.client.list_resources):
+        call, lists = session.client.call_tool, (session.client.list_tools, session.client.list_resources)
+        for ask in (lambda: call("whoami"), lambda: call("nope.x"), *lists):
             with pytest.raises(MCPError, match=r"^Internal error occurred$"):
                 await ask()
 
