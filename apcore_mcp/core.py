@@ -1969,12 +1969,9 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
 
 def _approval_question(request: ApprovalRequest) -> str:
     definition = request.context.executor.registry.get_definition(request.module_id)
-    try:
-        # A module may call another with whatever it has; what that says of itself need not be what it holds.
-        arguments = to_jsonable_python(request.arguments, fallback=lambda _: "...")
-        shown: Any = _redact_arguments(arguments, _input_schema(definition.input_schema))
-    except (KeyError, ValueError):  # then nothing tells what is sensitive
-        shown = sorted(request.arguments)
+    # A module may call another with whatever it has; what that says of itself need not be what it holds.
+    arguments = to_jsonable_python(request.arguments, bytes_mode="base64", fallback=lambda _: "...")
+    shown = _redact_arguments(arguments, _input_schema(definition.input_schema))
     danger = " It is annotated as destructive." if request.annotations.destructive else ""
     return f"Let {request.module_id} run?{danger}\nArguments: {_SHORT.repr(shown)}"
 
