@@ -2320,8 +2320,6 @@ class _Bridge:
         # Or they would be promised: there are no prompts, and of a single resource nobody is told.
         params.notifications.prompts_list_changed = None
         params.notifications.resource_subscriptions = None
-        if self.deadline:  # what was asked right before the end is still begun, and would go on for ever
-            asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     async def _announce(self) -> None:
