@@ -2241,11 +2241,11 @@ class _Bridge:
         self.catalog.close()
         await self.finish()
 
-    async def finish(self, *, closing: bool = True) -> None:
+    async def finish(self) -> None:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
         from anyio import CancelScope, current_time
 
-        self.closing = closing
+        self.closing = True
         self.deadline = self.deadline or current_time() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
@@ -2708,7 +2708,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
                 writer.write(_refusal(line))
         for _ in range(10):  # turns of the event loop, in which what has been read is begun
             await asyncio.sleep(0)
-        await bridge.finish(closing=False)
+        await bridge.finish()
 
     loop = asyncio.get_running_loop()
     async with _pipes() as (source, sink):
