@@ -1122,12 +1122,11 @@ def _document(tool: _Tool) -> str:
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
     failures = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
     repeatable = known.readonly or known.idempotent
-    calls: list[str] = []
-    for arguments in [each["inputs"] for each in _examples(tool)] or [_sample(tool.input_schema)]:
-        if arguments is not None:
-            params = {"name": module_id, "arguments": arguments}
-            calls.append(_fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}))
-    usage = "\n\n".join(calls) or "None can be made up from the schema."
+    usage = ""
+    for example in _examples(tool) or [{"inputs": _sample(tool.input_schema)}]:
+        if example["inputs"] is not None:
+            params = {"name": module_id, "arguments": example["inputs"]}
+            usage += _fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}) + "\n\n"
     notes = [note for flag, note in _NOTES.items() if getattr(known, flag)]
     if _marks_sensitive(tool.input_schema):
         notes.append("It takes sensitive values, which are kept out of messages and logs.")
@@ -1162,7 +1161,7 @@ def _document(tool: _Tool) -> str:
 
 ### 7. Usage Examples (for MCP context)
 
-{usage}
+{usage.strip() or "None can be made up from the schema."}
 
 ### 8. Security Considerations
 
