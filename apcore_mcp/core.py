@@ -1090,7 +1090,7 @@ def _fenced(value: Any) -> str:
 
 def _fields(schema: JSONSchema) -> str:
     """A schema as a table of the properties that it names, and as JSON."""
-    rows = ["| Name | Type | Required | Description | Example |", "| --- | --- | --- | --- | --- |"]
+    table = "| Name | Type | Required | Description | Example |\n| --- | --- | --- | --- | --- |\n"
     for name, field in _properties(schema).items():
         kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
         needed = "Yes" if name in schema.get("required", ()) else "No"
@@ -1098,8 +1098,8 @@ def _fields(schema: JSONSchema) -> str:
         sample = "" if example is None else f"`{to_json(example).decode()}`"
         cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
         written = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
-        rows.append(f"| {' | '.join(written)} |")
-    return "\n".join([*rows, "", _fenced(schema)])
+        table += f"| {' | '.join(written)} |\n"
+    return f"{table}\n{_fenced(schema)}"
 
 
 _NOTES = {
