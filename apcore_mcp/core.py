@@ -1008,8 +1008,7 @@ class _ErrorMapper:
     def _log(self, error: BaseException, withheld: bool) -> None:
         text = str(getattr(error, "message", error))
         if withheld:
-            frames = traceback.extract_tb(error.__traceback__)
-            text = f"(not shown: it may quote sensitive values), raised in {frames}"
+            text = f"(not shown: it may quote sensitive values), raised in {traceback.extract_tb(error.__traceback__)}"
         trace = None if withheld or isinstance(error, ModuleError) else error
         form = "Tool call error: %s - %s: %.10000s"
         logger.error(form, self.label, type(error).__name__, _one_line(text), exc_info=trace)
