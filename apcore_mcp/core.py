@@ -2050,18 +2050,13 @@ class _ExecutionRouter:
         self._executor = options.executor
         self._options = options
         self._parked: dict[str, Any] = {}  # calls, and which answer each waits for
-        self._running: set[_Call] = set()
+        self.running: set[_Call] = set()
         strategy = self._executor.current_strategy
         for step in strategy.steps:
             if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
                 strategy.replace(step.name, _ApprovalGate(step))
             elif type(step) is BuiltinExecute:
                 strategy.replace(step.name, _Execution(step))
-
-    def stop(self) -> None:
-        """End what still runs or waits; who asked for it is told so."""
-        for call in self._running:
-            call.cancel()
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
         caller = _caller(getattr(ctx.request, "scope", {}))
@@ -2123,13 +2118,17 @@ class _ExecutionRouter:
         state = secrets.token_urlsafe(32)
         self._parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)
-        return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
+        return {
+            "resultType": "input_required",
+            "requestState": state,
+            "inputRequests": {call.key: call.question},
+        }
 
     async def _execute(self, call: _Call, context: Context[Any]) -> JSONObject:
         """Run the module to its end; the tool result, of whatever kind."""
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
-        self._running.add(call)
+        self.running.add(call)
         _CURRENT.set(call)
         try:
             return await self._run_module(call, context)
@@ -2144,7 +2143,7 @@ class _ExecutionRouter:
             return result
         finally:
             call.end()
-            self._running.discard(call)
+            self.running.discard(call)
             elapsed_ms = (time.perf_counter() - started) * 1000
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
@@ -2249,7 +2248,8 @@ class _Bridge:
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
                 await self.activity.join()
-            self.router.stop()
+            for call in self.router.running:
+                call.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that who asked is told
                 await self.activity.join()
             for each in self.endless:
