@@ -2190,9 +2190,9 @@ class _Activity(asyncio.Queue[None]):
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
-    Use as an async context manager, once. `closing` refuses new requests; `activity` tells when the running ones are
-    answered. Changes of the catalog are announced to handshake clients on their standalone stream and to clients of
-    2026-07-28 on the streams they listen on.
+    Use as an async context manager, once. New requests are refused once it has a `deadline`; `activity` tells when the
+    running ones are answered. Changes of the catalog are announced to handshake clients on their standalone stream and
+    to clients of 2026-07-28 on the streams they listen on.
     """
 
     def __init__(self, options: _Options) -> None:
@@ -2201,8 +2201,7 @@ class _Bridge:
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
         self.options = options
-        self.closing = False
-        self.deadline = 0.0  # of the server and whatever goes on, by the loop's clock; 0 until it is told to end
+        self.deadline = 0.0  # of whatever goes on, by the loop's clock; 0 until the server is told to end
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options)
         self.activity = _Activity()
@@ -2242,7 +2241,6 @@ class _Bridge:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
         from anyio import CancelScope, current_time
 
-        self.closing = True
         self.deadline = self.deadline or current_time() + _SHUTDOWN_SECONDS
         self._listener.close()
         async with self.sessions:
@@ -2261,7 +2259,7 @@ class _Bridge:
 
         if ctx.request_id is None:
             return await call_next(ctx)
-        if self.closing:
+        if self.deadline:
             raise _protocol_error(-32000, "Server is shutting down")
         self.activity.begin()  # until the request's own task ends, when the answer has been handed over
         cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.task_done())
@@ -2462,7 +2460,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
             status, fault = 403, "Invalid Origin header: a web page must come from the host that it names"
         elif scope["method"] == "POST" and media_type != "application/json":
             status, fault = 415, "Content-Type must be application/json"
-        elif bridge.closing:
+        elif bridge.deadline:
             status, fault = 503, "Server is shutting down"
         else:
             return None
