@@ -1679,12 +1679,9 @@ def _given(context: object, key: str) -> Any:
     return data.get(key) if isinstance(data, Mapping) else None
 
 
-def _is_modern(version: str) -> bool:
-    """Whether a protocol version is of the era that begins with 2026-07-28, and not of the handshake's before it.
-
-    From then on a server sends no requests: it answers `input_required` (MCP "Multi Round-Trip Requests").
-    """
-    return version >= "2026-07-28"
+# The first protocol version without a handshake. From then on a server sends no requests: it answers `input_required`
+# (MCP "Multi Round-Trip Requests").
+_MODERN = "2026-07-28"
 
 
 def _caller(scope: Mapping[str, Any]) -> Identity | None:
@@ -1760,7 +1757,7 @@ class _Call:
         self.meta = ctx.meta or {}
         self._request_id = ctx.request_id
         # A server without sessions may be one of many, and the answer reach another than asked.
-        self.parks = _is_modern(ctx.protocol_version) and not self.options.stateless
+        self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
         declared = getattr(ctx.session.client_capabilities, "elicitation", None)
         has_forms = declared and (declared.form or not declared.url)
         self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
@@ -2306,7 +2303,7 @@ class _Bridge:
             if tool.documentation and tool.resource["uri"] == params.uri:
                 content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
                 return {"contents": [content], **_FRESH}
-        code = -32602 if _is_modern(ctx.protocol_version) else -32002
+        code = -32602 if ctx.protocol_version >= _MODERN else -32002
         raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 
     async def _offered(self, ctx: RequestContext) -> list[_Tool]:
