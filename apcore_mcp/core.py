@@ -863,8 +863,7 @@ def _success(
             raise SchemaValidationError(f"Output validation failed: {error.message}")
     if formatter is not None:
         try:
-            # It is given a copy, and what it writes may hold no half of a surrogate pair.
-            text = str.encode(formatter(from_json(text)), errors="replace").decode()
+            text = _text_of(formatter(from_json(text)))  # of a copy
         except Exception:  # a user's own function
             logger.exception("output_formatter failed, so %s is answered in JSON", label)
     result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}

@@ -284,7 +284,6 @@ def emptied(value: Any) -> str:
         pytest.param(lambda value: "\n".join(f"{k} = {v}" for k, v in value.items()), None, id="text"),
         pytest.param(emptied, "nothing left?", id="takes-it-apart"),
         pytest.param(lambda value: value["no such"], "JSON", id="raises"),
-        pytest.param(lambda value: None, "JSON", id="no-text"),
     ],
 )
 async def test_an_output_formatter_writes_the_text_and_nothing_else(
