@@ -1126,10 +1126,8 @@ def _document(tool: _Tool) -> str:
             params = {"name": module_id, "arguments": example["inputs"]}
             usage += _fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}) + "\n\n"
     notes = [note for flag, note in _NOTES.items() if getattr(known, flag)]
-    if _marks_sensitive(tool.input_schema):
-        notes.append("It takes sensitive values, which are kept out of messages and logs.")
-    if tool.marks:
-        notes.append("It returns sensitive values, which are replaced by `***REDACTED***`.")
+    if tool.marks or _marks_sensitive(tool.input_schema):
+        notes.append("It handles sensitive values, which are kept out of messages and logs.")
     return f"""\
 ## {tool.descriptor.name or module_id}
 
