@@ -1065,7 +1065,6 @@ class _ErrorMapper:
 def _sample(schema: JSONSchema) -> Any:
     """An example of `schema`: one that it gives, else the plainest value of its type; None when it accepts none."""
     given = [*schema.get("examples", ()), *schema.get("enum", ()), schema.get("const"), schema.get("default")]
-    given += map(_sample, _branches(schema, ["anyOf", "oneOf"]))
     needed = {name: _sample(_properties(schema).get(name, {})) for name in schema.get("required", ())}
     text = None if "format" in schema else "text"
     for value in [*given, text, 1, 0.5, True, [], needed]:
@@ -1127,7 +1126,7 @@ def _document(tool: _Tool) -> str:
             usage += _fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}) + "\n\n"
     notes = [note for flag, note in _NOTES.items() if getattr(known, flag)]
     if tool.marks or _marks_sensitive(tool.input_schema):
-        notes.append("It handles sensitive values, which are kept out of messages and logs.")
+        notes.append("It handles sensitive values: no message or log shows them, and results show `***REDACTED***`.")
     return f"""\
 ## {tool.descriptor.name or module_id}
 
