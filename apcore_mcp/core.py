@@ -2148,17 +2148,17 @@ class _ExecutionRouter:
             faults = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
             if faults:
                 raise SchemaValidationError(f"Input validation failed: {faults}", faults)
-        if not (tool.about.annotations.streaming and "progress_token" in call.meta):
+        is_streamed = tool.about.annotations.streaming and "progress_token" in call.meta
+        if is_streamed:  # the merged chunks, each sent as a progress notification (SRS FR-STREAM-001)
+            output: JSONObject = {}
+            stream: Any = self._executor.stream(tool.module_id, call.arguments, context)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    _merge(output, chunk)
+                    await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
+        else:
             output = await self._executor.call_async(tool.module_id, call.arguments, context)
-            return _success(tool, output, call.formatter, call.label)
-        # A stream: the merged chunks, each sent as a progress notification (SRS FR-STREAM-001).
-        merged: JSONObject = {}
-        stream: Any = self._executor.stream(tool.module_id, call.arguments, context)
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                _merge(merged, chunk)
-                await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
-        return _success(tool, merged, call.formatter, call.label, is_checked=False)
+        return _success(tool, output, call.formatter, call.label, is_checked=not is_streamed)
 
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
