@@ -84,7 +84,7 @@ from apcore.bindings import BindingLoader
 from apcore.builtin_steps import BuiltinACLCheck, BuiltinApprovalGate, BuiltinExecute
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.errors import ErrorCodeRegistry, ModuleExecuteError, ModuleTimeoutError
+from apcore.errors import ErrorCodeRegistry, ModuleExecuteError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import PipelineContext, StepResult
 from apcore.registry import load_metadata, validate_module
@@ -1845,7 +1845,7 @@ class _Execution(BuiltinExecute):
             return await super().execute(ctx)
         try:
             result = await super().execute(ctx)
-        except (asyncio.CancelledError, ModuleTimeoutError) as error:
+        except BaseException as error:
             trace: Any = error.__traceback__
             for value in trace.tb_next.tb_frame.f_locals.values():  # only the step knows what it waited for
                 if isinstance(value, asyncio.Future):
