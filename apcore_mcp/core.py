@@ -1244,8 +1244,9 @@ class _Files:
             return
         metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
         chosen = metadata.get("entry_point", "").rpartition(":")[2]
-        if self._registry._pre_approval_hook is not None:
-            self._registry._pre_approval_hook(Path(path))
+        hook = self._registry._pre_approval_hook
+        if hook:
+            hook(Path(path))
         module_id = self._registry._canonical_id_for_path(path)
         functions = set()  # each once, under whatever names
         classes = set()
