@@ -2273,8 +2273,8 @@ class _Bridge:
             if follows:
                 self._followers.add(connection)
             # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
-            result["capabilities"]["tools"] = {"listChanged": follows}
-            result["capabilities"]["resources"] = {"listChanged": follows, "subscribe": False}
+            for capability in ("tools", "resources"):
+                result["capabilities"][capability]["listChanged"] = follows
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
