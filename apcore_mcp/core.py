@@ -1,25 +1,6 @@
 """The bridge: apcore modules in, an MCP server or OpenAI tool definitions out.
 
-The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms:
-
-    Options      every option of `serve()`, once
-    Schemas      JSON Schema in, a self-contained one out
-    Secrets      which values of a schema are marked, and what stands in their place
-    Tools        a module as clients see it: its names, what is said of it, its schemas
-    Results      a module's output as an MCP result
-    Errors       what went wrong, in a plain sentence for the client and in full for the log
-    Documents    what a person reads of a tool
-    Files        a folder's modules: taken in, again when they change, and out when they go
-    Catalog      the registry as a list of tools that follows it, and who is offered which
-    OpenAI       tools as function definitions, and a model's call back as a module's inputs
-    Calls        one running tool call: progress, questions, cancellation, threads
-    Approval     who is asked before a call runs
-    Router       a `tools/call` to the Executor and back, also while its user is asked
-    Server       the MCP handlers, in every protocol version the SDK speaks
-    Explorer     one page, and as JSON what it shows and runs
-    HTTP         the Starlette app and the guard before it
-    stdio        pipes, and who owns the standard streams
-    Doors        the command line's, and `async_serve`, `MCPServer`, `serve`
+The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms.
 
 Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
 takes the others down. What a client is told contains no traceback, path, class name, caller or sensitive value. Nothing
@@ -165,9 +146,7 @@ def _option(default: T, text: str, **flag: Any) -> T:
 @dataclass(config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
 class _Options:
     """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list. `_options_of` makes one.
-
-    Nothing is converted, so `"8000"` is no port.
-    """
+    Nothing is converted, so `"8000"` is no port."""
 
     registry_or_executor: SkipValidation[Registry | Executor | APCore]
     _: dataclasses.KW_ONLY
@@ -260,8 +239,7 @@ class _Options:
         return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
 
 
-# What packages that build on this one pass as well: words that change nothing here, and others that are let pass only
-# while they ask for nothing.
+# What packages that build on this one pass as well: words that change nothing here, and others that may only be off.
 _WITHOUT_EFFECT = (
     "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
     " async_max_tasks"
@@ -314,8 +292,7 @@ _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
 _UNTOLD = re.compile(rb'"x-sensitive":true|[:[,](NaN|-?Infinity)\b')
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# What references lead to or by, and other dialects: nothing when references are written out. (MCP's conformance suite
-# looks for a dialect that holds.)
+# What references lead to or by, and other dialects: nothing when references are written out.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
@@ -350,10 +327,8 @@ _NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, t
 
 
 def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSONSchema:
-    """Copy `schema` with `change` applied to each schema directly inside it.
-
-    It is not asked of `true` and `false` where everybody writes them to open and close an object.
-    """
+    """Copy `schema` with `change` applied to each schema directly inside it, but for `true` and `false` where everybody
+    writes them to open and close an object."""
 
     def changed(item: Any) -> Any:
         if isinstance(item, list):
@@ -405,9 +380,7 @@ class _SchemaConverter:
 
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
     is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
-    deep, and a result of more than 50,000 nodes; with KeyError for a reference to nothing. A default that JSON cannot
-    say is left out, and what else a marked value is when nobody gives one.
-    """
+    deep, and a result of more than 50,000 nodes; with KeyError for a reference to nothing."""
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
@@ -416,10 +389,8 @@ class _SchemaConverter:
         return self._visit(schema, resolver, ["#"])
 
     def _visit(self, node: Any, resolver: Any, opened: list[str]) -> JSONSchema:
-        """Copy `node`. `opened` are the references that led to it, outermost first.
-
-        `true` becomes `{}` and `false` `{"not": {}}`, as MCP wants objects.
-        """
+        """Copy `node`, with `{}` for `true` and `{"not": {}}` for `false`, as MCP wants objects. `opened` are the
+        references that led to it, outermost first."""
         if isinstance(node, bool):
             return {} if node else {"not": {}}
         self._nodes += 1
@@ -475,11 +446,8 @@ class _AnySchema(GenerateJsonSchema):
 
 
 def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
-    """Each form in which a module's values may be given or sent: one for dict schemas and for most models.
-
-    `described` is what apcore says of them. Where a model takes and gives its fields by name or alias, or gives what
-    its serializers make of them, and where only a type is `declared`, there are more.
-    """
+    """Each form in which a module's values may be given or sent: one, `described` by apcore, for dict schemas and for
+    most models; more where fields go by name or alias or serializers change them, and where a type is `declared`."""
     is_model = isinstance(declared, _Model)
     if not is_model and get_origin(declared) is not dict:
         return [described]
@@ -494,11 +462,8 @@ def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
 
 
 def _input_schema(schema: JSONSchema) -> JSONSchema:
-    """A module's arguments as a self-contained object schema (SRS FR-SCHEMA-001, -003, -004, -006).
-
-    `{}` becomes `{"type": "object", "properties": {}}`; a union of objects gets `"type": "object"` beside it.
-    ValueError or KeyError for a schema that cannot be converted, or whose root is not an object.
-    """
+    """A module's arguments as a self-contained object schema (SRS FR-SCHEMA-001, -003, -004, -006): `{}` becomes
+    `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
     inlined = _SchemaConverter().inline(schema) or {"properties": {}}
     if not _admits_object(inlined):
         raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
@@ -543,11 +508,8 @@ _WHOLE = frozenset("patternProperties contains propertyNames contentSchema addit
 
 
 def _marks(schema: JSONSchema) -> JSONSchema:
-    """What `schema` marks `x-sensitive`, as a schema that says nothing else: what marks nothing is `{}`.
-
-    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {"type": "string"}}, "title": "A"}` becomes
-    `{"properties": {"a": {"x-sensitive": True}, "b": {}}}`.
-    """
+    """What `schema` marks `x-sensitive`, and nothing else: `{"properties": {"a": {"x-sensitive": True}, "b": {}}}` of
+    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {"type": "string"}}}`."""
     if not _marks_sensitive(schema):
         return {}
     if schema.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(schema, _WHOLE))):
@@ -577,8 +539,7 @@ def _redact(value: Any, *marks: JSONSchema) -> Any:
     """Copy plain JSON with `***REDACTED***` for what one of `marks`, made by `_marks`, says is sensitive.
 
     It goes where there are marks and no further. apcore's own redaction passes over maps (`additionalProperties`), and
-    by default blanks innocent keys by substring ("author", "tokens_used").
-    """
+    by default blanks innocent keys by substring ("author", "tokens_used")."""
     views = [view for view in _views(*marks) if view]
     if value is None or not views:
         return value
@@ -592,10 +553,8 @@ def _redact(value: Any, *marks: JSONSchema) -> Any:
 
 
 def _redact_arguments(arguments: JSONObject, schema: JSONSchema) -> JSONObject:
-    """Copy what a module is called with without the arguments that its schema, inlined, marks anything of.
-
-    One that the schema does not name may be a marked one by another name; a mark beside the properties hides them all.
-    """
+    """Copy what a module is called with without the arguments that its schema, inlined, marks anything of. One that it
+    does not name may be a marked one by another name; a mark beside the properties hides them all."""
     fields = _properties(schema)
     is_hidden = _marks_sensitive({**schema, "properties": {}})
     return {
@@ -608,8 +567,7 @@ def _redact_arguments(arguments: JSONObject, schema: JSONSchema) -> JSONObject:
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
-# How `clientInfo.name` begins for clients that lose all tools by one name with a dot; npm's `mcp-client-capabilities`
-# lists what clients call themselves.
+# How `clientInfo.name` begins for clients that lose all tools by one name with a dot.
 _CLIENTS_WITHOUT_DOTS = re.compile(
     "claude-ai"  # Claude Desktop, claude.ai: ^[a-zA-Z0-9_-]{1,64}$; behind mcp-remote (pull request 63) more follows
     "|github-copilot-developer"  # Copilot CLI: its issues 1879 and 2581
@@ -645,8 +603,7 @@ class _AnnotationMapper:
     `alias` is the name that apcore's display overlay wishes for; the overlay's description wins over the module's. A
     paragraph each follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated
     since 1.2, until 2.0. Use image.scale." The overlay stands in the metadata (apcore-toolkit puts it there), or is the
-    `display` that a function or a binding was registered with.
-    """
+    `display` that a function or a binding was registered with."""
 
     def __init__(self, descriptor: ModuleDescriptor, display: Any) -> None:
         self._descriptor = descriptor
@@ -677,10 +634,8 @@ class _AnnotationMapper:
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
-        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007).
-
-        `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does.
-        """
+        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007):
+        `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does."""
         different = []
         for name in _SUFFIX_FIELDS:
             value = getattr(self.annotations, name)
@@ -693,11 +648,8 @@ _DECIMAL = re.compile(rb'"number"[^{}]*\},\{[^{}]*"string"')  # what pydantic pr
 
 
 class _Tool:
-    """One listed module: everything about it that does not change from call to call.
-
-    `name` is what clients call it: its alias as long as the catalog knows of no other tool that could be meant.
-    ValueError or KeyError when the module cannot be a tool, saying why.
-    """
+    """One listed module: everything about it that does not change from call to call. `name` is its alias as long as the
+    catalog knows of no other tool that could be meant. ValueError or KeyError when the module cannot be a tool."""
 
     def __init__(self, descriptor: ModuleDescriptor, module: Any, options: _Options) -> None:
         self.descriptor = descriptor
@@ -765,10 +717,8 @@ def _media(*schemas: JSONSchema) -> dict[str, str]:
 
 
 # What an output schema says of a result: what still holds where less is said inside, and means the same to AJV, which
-# TypeScript clients use. That reads draft 7, knows most of the rest not or in another sense, and stops at Python's
-# everyday patterns; formats are checked by these clients alone, and not as Python means them (times without a zone,
-# addresses in Unicode); 1.13 is no multiple of 0.01 where floats are not allowed for. Lengths are those of other texts
-# than the one that is sent (bytes, secrets, what is stripped first), and what closes an object knows no computed field.
+# TypeScript clients use: that reads draft 7, stops at Python's everyday patterns, checks formats in another sense, and
+# finds 1.13 no multiple of 0.01. Lengths are those of other texts than the one that is sent (bytes, secrets).
 _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
     " exclusiveMinimum exclusiveMaximum minItems maxItems title description default examples deprecated".split()
@@ -808,12 +758,10 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
-    """A module's output as JSON text, the same value in plain types, and its files as MCP content.
+    """A module's output, redacted: as JSON text, the same value in plain types, and its files as MCP content.
 
-    Sensitive fields are redacted. Dates become ISO text, enums their values, bytes base64, anything unknown `str()`
-    (SRS FR-EXEC-002). ModuleError OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for
-    a file that is not base64.
-    """
+    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (SRS FR-EXEC-002). ModuleError
+    OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for a file that is not base64."""
     try:
         if tool.has_numbers:
             output = _with_numbers(output)
@@ -844,19 +792,13 @@ def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
 
 
 def _success(
-    tool: _Tool,
-    output: Any,
-    formatter: Callable[[Any], str] | None,
-    label: str,
-    *,
-    is_checked: bool = True,
+    tool: _Tool, output: Any, formatter: Callable[[Any], str] | None, label: str, *, is_checked: bool
 ) -> JSONObject:
     """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
 
     `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON, and the log has
     the `label` of the call. `is_checked` says that apcore has held the output against its schema, as it does all but
-    None, which becomes `{}`; otherwise SchemaValidationError for what the advertised schema refuses.
-    """
+    None, which becomes `{}`; otherwise SchemaValidationError for what the advertised schema refuses."""
     text, value, files = _as_json(tool, output)
     if not output or not is_checked:
         for error in Draft202012Validator(tool.output_schema).iter_errors(value):  # a client would refuse the result
@@ -894,10 +836,8 @@ _UNEXPECTED = "Internal error occurred"
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
-    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5).
-
-    No `structuredContent`: the TypeScript client would hold it against the output schema.
-    """
+    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5). No
+    `structuredContent`: the TypeScript client would hold it against the output schema."""
     meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
     return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
 
@@ -925,8 +865,7 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     """What apcore finds wrong with arguments: `{"field": "a.0", "code": "type", "message": "..."}` each.
 
     A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
-    busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema.
-    """
+    busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema."""
     if not hasattr(tool.model, "model_validate_json"):
         for found in Draft202012Validator(tool.input_schema).iter_errors(arguments):
             yield from _leaves(found)
@@ -966,8 +905,7 @@ class _ErrorMapper:
 
     Where the called tool, or another module that the error came through, has `x-sensitive` inputs, neither says more
     than what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret.
-    Where one has such outputs, the log does not. Used after a call failed, so it may take its time.
-    """
+    Where one has such outputs, the log does not. Used after a call failed, so it may take its time."""
 
     label: str
     tool: _Tool
@@ -1189,8 +1127,7 @@ class _Files:
     """The files below a registry's extensions directories, and which modules each of them has made.
 
     `update()` loads what is new or has changed and unregisters what has gone, each at the cost of that file alone. A
-    file that cannot be loaded is left out with a WARNING until it changes. Any thread; one update at a time.
-    """
+    file that cannot be loaded is left out with a WARNING until it changes. Any thread; one update at a time."""
 
     def __init__(self, registry: Registry) -> None:
         # Only private names tell where it looks for files, and by which ids.
@@ -1265,10 +1202,8 @@ class _Files:
 
 
 def _run_file(path: str, place: str) -> list[Any]:
-    """What a file defines itself when it runs as the module `place`, of which `@module` makes the ids of functions.
-
-    From its source: Python's cache of bytecode takes two edits of one size within one second for the same.
-    """
+    """What a file defines itself when it runs as the module `place`, of which `@module` makes the ids of functions; from
+    its source, as Python's cache of bytecode takes two edits of one size within one second for the same."""
     module = ModuleType(place)
     module.__file__ = path
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
@@ -1312,8 +1247,7 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 
     Takes module classes and functions with apcore's `@module` from `*.py` files, and what `*.binding.yaml` files bind.
     A file that cannot be loaded is left out with a WARNING that names it. Names that begin with `_` or `.`,
-    `node_modules` and links are passed over. Source: design, "Discovery".
-    Raises ValueError where there is no such directory.
+    `node_modules` and links are passed over. Source: design, "Discovery". ValueError where there is no such directory.
     """
     registry = _folder(os.fspath(extensions_dir))
     _files_of(registry).update()
@@ -1327,9 +1261,7 @@ _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `
 
 def _name(tools: Collection[_Tool]) -> dict[str, _Tool]:
     """Give each tool its alias as its name, where clients can take it and mean no other; all by portable names.
-
-    No alias is another's id; of two that are the same, the first module by id has it.
-    """
+    No alias is another's id; of two that are the same, the first module by id has it."""
     by_name = {_portable_name(tool.module_id): tool for tool in tools}
     for tool in tools:
         alias = tool.about.alias
@@ -1347,8 +1279,7 @@ class _ToolCatalog:
 
     A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
     swaps in a new table, so a reader never sees half a change. A module that cannot become a tool is left out with a
-    WARNING that names it. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`.
-    """
+    WARNING that names it. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`."""
 
     def __init__(self, options: _Options) -> None:
         self._registry = options.registry
@@ -1391,10 +1322,8 @@ class _ToolCatalog:
         return self._by_name.get(_portable_name(name))
 
     async def offered(self, tools: Iterable[_Tool], caller: Identity | None) -> list[_Tool]:
-        """Those of `tools` that the Executor's ACL lets `caller` call (design, "Who is offered what").
-
-        It is asked as it stands, but by a copy of its rules: a list leaves nothing in its audit.
-        """
+        """Those of `tools` that the Executor's ACL, as it stands, lets `caller` call (design, "Who is offered what"); by
+        a copy of its rules, so that a list leaves nothing in its audit."""
         offered = [*tools]
         for step in self._options.executor.current_strategy.steps:
             if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
@@ -1455,10 +1384,8 @@ _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal 
 
 @dataclasses.dataclass
 class _OpenAIConverter:
-    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes.
-
-    What strict mode takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING.
-    """
+    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes. What strict mode
+    takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING."""
 
     embed_annotations: bool = False
     strict: bool = False
@@ -1494,8 +1421,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
 
     `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`.
-    """
+    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
     kept: JSONSchema = {}
     in_words: list[str] = []
     for keyword, value in schema.items():
@@ -1537,10 +1463,8 @@ def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
 
 
 def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and all in them that apply to what a model wrote: of a union the branch that takes it without nulls.
-
-    The branch has to know every name in it, as strict mode would have the model send no other.
-    """
+    """`schemas` and all in them that apply to what a model wrote: of a union the branch that takes it without nulls and
+    knows every name in it, as strict mode would have the model send no other."""
     for schema in schemas:
         yield schema
         yield from _meant(value, *schema.get("allOf", ()))
@@ -1584,10 +1508,7 @@ class _NotOffered(ValueError):
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
-    """Turn an OpenAI function name back into the module id it was made from.
-
-        >>> from_openai_name("image-resize")
-        'image.resize'
+    """Turn an OpenAI function name back into the module id it was made from: `image-resize` into `image.resize`.
 
     An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
     Raises ValueError for a shortened name without a registry, or one that no module of it has.
@@ -1676,8 +1597,7 @@ def _given(context: object, key: str) -> Any:
     return data.get(key) if isinstance(data, Mapping) else None
 
 
-# The first protocol version without a handshake. From then on a server sends no requests: it answers `input_required`
-# (MCP "Multi Round-Trip Requests").
+# From this version on a server sends no requests: it answers `input_required` (MCP "Multi Round-Trip Requests").
 _MODERN = "2026-07-28"
 
 
@@ -1724,8 +1644,7 @@ class _Call:
 
     `turn` is set when the request that waits can be answered: the call asks, or has ended. It asks one question at a
     time, `question`, which `key` names on the wire, and waits for its `answer`. What stands in the context of its
-    modules works from any thread and loop, as a sync module may run an async one in a loop of its own.
-    """
+    modules works from any thread and loop, as a sync module may run an async one in a loop of its own."""
 
     tool: _Tool
     arguments: JSONObject
@@ -1832,11 +1751,9 @@ def _silence(future: asyncio.Future[Any]) -> None:
 
 
 class _Execution(BuiltinExecute):
-    """apcore's step that runs a module; for the calls of a server it also ends what it runs in time, or when cancelled.
-
-    apcore runs a coroutine in a task of its own, which goes on when nobody waits for it any more; and a stream that
-    gives no further chunk is not held to the deadline of its call.
-    """
+    """apcore's step that runs a module; for the calls of a server it also ends what it runs in time, or when cancelled:
+    apcore runs a coroutine in a task of its own, which goes on when nobody waits for it any more, and does not hold a
+    stream that gives no further chunk to the deadline of its call."""
 
     def __init__(self, step: BuiltinExecute) -> None:
         vars(self).update(vars(step))
@@ -1876,11 +1793,9 @@ async def _until(deadline: float, stream: Any) -> AsyncIterator[Any]:
 
 
 class _ModuleThreads(ThreadPoolExecutor):
-    """Threads for sync modules, each call with the context variables of the task that makes it.
-
-    Many, so that slow modules leave room, and daemons, so that one which never returns does not keep the process. They
-    are the process's: an event loop that ends shuts down nothing.
-    """
+    """Threads for sync modules, each call with the context variables of the task that makes it: many, so that slow
+    modules leave room; daemons, so that one which never returns does not keep the process; and the process's, so that
+    an event loop that ends shuts down nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1924,9 +1839,7 @@ _CONTROL = "system.control."  # how the ids of apcore's modules begin that confi
 
 class ElicitationApprovalHandler(AlwaysDenyHandler):
     """Approval by the user who made a call, asked for by elicitation; an Executor takes it as its `approval_handler`.
-
-    A call is rejected where its user cannot be asked, as when it does not come through MCP. Source: SRS FR-ANNOT-006.
-    """
+    A call is rejected where its user cannot be asked, as when it does not come through MCP. SRS FR-ANNOT-006."""
 
     _is_required = True
 
@@ -1945,10 +1858,8 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
-    """Approval where it is not required: a call whose user cannot be asked is let through, with a WARNING.
-
-    Never one of apcore's own modules that change how the application runs: its caller may be anybody.
-    """
+    """Approval where it is not required: a call whose user cannot be asked is let through, with a WARNING; never one of
+    apcore's own modules that change how the application runs, as its caller may be anybody."""
 
     _is_required = False
 
@@ -1981,8 +1892,7 @@ class _ApprovalGate(BuiltinApprovalGate):
     """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler.
 
     Everything else is up to the gate behind this one, whose state it shares, so that a handler or a policy that either
-    is given later counts. What a person takes to decide does not count against the call.
-    """
+    is given later counts. What a person takes to decide does not count against the call."""
 
     __slots__ = ("_gate",)
 
@@ -2036,8 +1946,7 @@ class _ExecutionRouter:
     client has to be able to answer a question for (SRS FR-EXEC-007). A call that waits for its user is parked between
     the `input_required` answer and the client's retry, under a state of 32 random bytes (which the SDK's
     RequestStateBoundary seals and binds to tool and arguments). It is resumed once, by who began it, so its module
-    never runs twice; if it ends meanwhile, its result waits for the retry.
-    """
+    never runs twice; if it ends meanwhile, its result waits for the retry."""
 
     def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
@@ -2112,11 +2021,7 @@ class _ExecutionRouter:
         state = secrets.token_urlsafe(32)
         self._parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)
-        return {
-            "resultType": "input_required",
-            "requestState": state,
-            "inputRequests": {call.key: call.question},
-        }
+        return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
 
     async def _execute(self, call: _Call, context: Context[Any]) -> JSONObject:
         """Run the module to its end; the tool result, of whatever kind."""
@@ -2186,8 +2091,7 @@ class _Bridge:
 
     Use as an async context manager, once. New requests are refused once it has a `deadline`; `activity` tells when the
     running ones are answered. Changes of the catalog are announced to handshake clients on their standalone stream and
-    to clients of 2026-07-28 on the streams they listen on.
-    """
+    to clients of 2026-07-28 on the streams they listen on."""
 
     def __init__(self, options: _Options) -> None:
         from mcp.server.lowlevel import Server
@@ -2432,8 +2336,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
 
     A request must name an address or `localhost` (which no DNS name that is rebound to this machine can be), the host
     that is listened on, or one of `allowed_hosts`; without these, and not on loopback, it may name anything. A web page
-    must come from the very host and port that it names. A POST must be JSON, so that no form can make one.
-    """
+    must come from the very host and port that it names. A POST must be JSON, so that no form can make one."""
     from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
     from starlette.responses import PlainTextResponse
@@ -2481,9 +2384,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
 
 def _own_sessions(app: ASGIApp) -> ASGIApp:
     """ASGI middleware behind the user's own: a session belongs to the caller who opened it; to others there is none.
-
-    The SDK sees to that for users of its own kind, so every caller becomes one.
-    """
+    The SDK sees to that for users of its own kind, so every caller becomes one."""
     from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
     from mcp.server.auth.provider import AccessToken
 
@@ -2605,8 +2506,7 @@ def _take_standard_streams() -> tuple[int, int]:
     """Take fd 0 and fd 1 for the protocol, as private duplicates that nobody else reads or writes.
 
     From then on fd 0 is at its end and fd 1 is stderr: whatever modules, C code or child processes print misses the
-    protocol, and so does what Python and C still hold. RuntimeError when the process has no standard streams.
-    """
+    protocol, and so does what Python and C still hold. RuntimeError when the process has no standard streams."""
     if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
     wire = os.dup(0), os.dup(1)
@@ -2631,10 +2531,8 @@ def _copy(source: Any, sink: Any) -> None:
 
 @asynccontextmanager
 async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
-    """The standard streams as files that the event loop can wait for.
-
-    These are sockets in the place of what it cannot wait for: a terminal, a file, Windows' pipes. Threads copy then.
-    """
+    """The standard streams as files that the event loop can wait for: sockets in the place of what it cannot wait for
+    (a terminal, a file, Windows' pipes), with threads that copy."""
     wire = [os.dup(fd) for fd in _standard_streams()]
     source, sink = os.fdopen(wire[0], "rb", 0), os.fdopen(wire[1], "wb")
     facts = [os.fstat(fd) for fd in wire]
@@ -2672,8 +2570,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
     With pipes and sockets, no thread stands between a client and its answer. A client that reads no more has gone, so
     its input ends too. When the input ends, what has been asked is still answered, for 5 seconds at most. At the end
-    the client is given a second to read what it has been told; what is left then is dropped.
-    """
+    the client is given a second to read what it has been told; what is left then is dropped."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -2819,8 +2716,7 @@ class _Life:
     """One life of a server, at whatever door: it accepts clients, says so, waits until it is told to end, and closes.
 
     `started` is done once clients are accepted, with the app where a host serves that (`mounted`), or holds what kept
-    the server from it; what ends it later is raised. `ended` is done from `stop()` on.
-    """
+    the server from it; what ends it later is raised. `ended` is done from `stop()` on."""
 
     def __init__(self, options: _Options, mounted: bool = False) -> None:
         self._options = options
@@ -2938,10 +2834,8 @@ class MCPServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Return once the server accepts clients; nothing happens when it does already.
-
-        Raises what keeps it from starting, as `serve()` would: OSError for a port in use, what `on_startup` raised.
-        """
+        """Return once the server accepts clients; nothing happens when it does already. Raises what keeps it from
+        starting, as `serve()` would: OSError for a port in use, what `on_startup` raised."""
         if self._thread is None or self._life.ended.done():
             self.wait()
             self._life = _Life(self._options)
