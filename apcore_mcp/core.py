@@ -2202,8 +2202,7 @@ class _Bridge:
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> Any:
         for tool in await self._offered(ctx):
             if tool.documentation and tool.resource["uri"] == params.uri:
-                content = {"uri": params.uri, "mimeType": tool.resource["mimeType"], "text": tool.documentation}
-                return {"contents": [content], **_FRESH}
+                return {"contents": [{**tool.resource, "text": tool.documentation}], **_FRESH}
         code = -32602 if ctx.protocol_version >= _MODERN else -32002
         raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 
