@@ -154,9 +154,7 @@ class _Options:
     host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
     port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
     name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
-    version: str | None = _option(
-        None, "server version told to clients; alone, print the package's, which is the default"
-    )
+    version: str | None = _option(None, "server version told to clients; alone, print the package's, the default")
     instructions: str | None = _option(None, "what agents are told about the server")
     tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
@@ -239,8 +237,7 @@ class _Options:
         return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
 
 
-# What packages that build on this one pass as well: words that change nothing here, and others that may only be off.
-_WITHOUT_EFFECT = (
+_WITHOUT_EFFECT = (  # what packages that build on this one pass as well; then what they may only pass as off
     "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
     " async_max_tasks"
 ).split()
@@ -276,17 +273,14 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
 
-# Which keywords of a schema hold schemas: those of 2020-12, and older ones that mean nothing in it. What stands under
-# any other keyword is data, so a "$ref" in a `const`, an `enum` or a `default` is no reference.
+# Which keywords hold schemas, older ones too; what stands under any other is data: a "$ref" in `enum` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
 _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
-# What constrains a value; any other keyword describes it.
-_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()
-# Of properties that no name tells.
-_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
+_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # any other keyword describes a value
+_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())  # without names
 
 _Model = type(BaseModel)  # what each model is one of
 _EXAMPLES = frozenset("default examples".split())
@@ -297,8 +291,7 @@ _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAn
 _REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
-# What the metaschema of 2020-12 says of one schema; of those inside it only that they are some. It means the same to
-# pydantic, a hundred times faster than the metaschema itself.
+# What the metaschema of 2020-12 says of one schema, without those inside it: to pydantic, a hundred times faster.
 _Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
@@ -567,8 +560,7 @@ def _redact_arguments(arguments: JSONObject, schema: JSONSchema) -> JSONObject:
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
-# How `clientInfo.name` begins for clients that lose all tools by one name with a dot.
-_CLIENTS_WITHOUT_DOTS = re.compile(
+_CLIENTS_WITHOUT_DOTS = re.compile(  # how `clientInfo.name` begins where one name with a dot loses all tools
     "claude-ai"  # Claude Desktop, claude.ai: ^[a-zA-Z0-9_-]{1,64}$; behind mcp-remote (pull request 63) more follows
     "|github-copilot-developer"  # Copilot CLI: its issues 1879 and 2581
     r"|JetBrains-\w+-copilot"  # Copilot in JetBrains' IDEs: microsoft/copilot-intellij-feedback, issue 1583
@@ -600,10 +592,8 @@ _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hi
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    `alias` is the name that apcore's display overlay wishes for; the overlay's description wins over the module's. A
-    paragraph each follows of what else is there for agents, at last the notice of a deprecated module: "Deprecated
-    since 1.2, until 2.0. Use image.scale." The overlay stands in the metadata (apcore-toolkit puts it there), or is the
-    `display` that a function or a binding was registered with."""
+    The description is that of apcore's display overlay (in the metadata, or the `display` of a function or a binding)
+    or the module's, and a paragraph for what else is there for agents each. `alias` is what the overlay calls it."""
 
     def __init__(self, descriptor: ModuleDescriptor, display: Any) -> None:
         self._descriptor = descriptor
@@ -658,8 +648,7 @@ class _Tool:
         self.about = _AnnotationMapper(descriptor, getattr(module, "display", None))
         self.name = self.about.alias
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
-        # A function that takes no other arguments than those of its schema.
-        self.is_closed = (
+        self.is_closed = (  # a function that takes no other arguments than those of its schema
             isinstance(module, FunctionModule)
             and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
         )
@@ -668,8 +657,7 @@ class _Tool:
             inputs["additionalProperties"] = False
         declared = _declared_output(module)
         outputs = self._outputs(_forms(declared, descriptor.output_schema))
-        # What results are redacted by; empty when nothing is sensitive.
-        self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []
+        self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # to redact results by
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": inputs}
         # Codex shows its model the structured content instead of the content: with both, files would be lost.
@@ -686,7 +674,6 @@ class _Tool:
         said = to_json(self.output_schema)
         is_exact = isinstance(declared, _Model) and _DECIMAL.search(said)
         self.has_numbers = b'"number"' in said and not is_exact
-        # The documentation as MCP's `resources/list` sends it.
         uri = f"docs://{self.module_id}"
         self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
 
@@ -796,9 +783,8 @@ def _success(
 ) -> JSONObject:
     """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
 
-    `formatter` writes the text from the plain value instead of JSON; when it fails, the text is JSON, and the log has
-    the `label` of the call. `is_checked` says that apcore has held the output against its schema, as it does all but
-    None, which becomes `{}`; otherwise SchemaValidationError for what the advertised schema refuses."""
+    `formatter` writes the text instead of JSON; when it fails, the log has the `label` of the call. What apcore has not
+    checked, as None, which becomes `{}`, is a SchemaValidationError where the advertised schema refuses it."""
     text, value, files = _as_json(tool, output)
     if not output or not is_checked:
         for error in Draft202012Validator(tool.output_schema).iter_errors(value):  # a client would refuse the result
@@ -816,8 +802,7 @@ def _success(
 
 # ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
 
-# What a client is told, by apcore's error code (SRS 7.5).
-_SENTENCES = {
+_SENTENCES = {  # what a client is told, by apcore's error code (SRS 7.5)
     "MODULE_NOT_FOUND": "Module not found: {module_id}",
     "MODULE_DISABLED": "Module is disabled: {module_id}",
     "ACL_DENIED": "Access denied",
@@ -864,8 +849,8 @@ def _reported(error: Any) -> dict[str, str]:
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     """What apcore finds wrong with arguments: `{"field": "a.0", "code": "type", "message": "..."}` each.
 
-    A pydantic model is asked as apcore does it: its engine takes no time for what keeps Python's `re` and jsonschema
-    busy for minutes. They only see what apcore itself shows to them, the arguments of a module with a dict schema."""
+    A pydantic model is asked as apcore does it, in no time for what keeps Python's `re` and jsonschema busy for
+    minutes: these see what apcore itself shows to them, the arguments of a module with a dict schema."""
     if not hasattr(tool.model, "model_validate_json"):
         for found in Draft202012Validator(tool.input_schema).iter_errors(arguments):
             yield from _leaves(found)
@@ -966,8 +951,7 @@ class _ErrorMapper:
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if is_own and not withheld and error.code not in ErrorCodeRegistry().all_codes:
-            # What the module's author advises.
-            if error.suggestion:
+            if error.suggestion:  # of the module's author
                 report["suggestion"] = _text_of(error.suggestion)
             if error.ai_guidance:
                 report["ai_guidance"] = _text_of(error.ai_guidance)
@@ -1202,8 +1186,8 @@ class _Files:
 
 
 def _run_file(path: str, place: str) -> list[Any]:
-    """What a file defines itself when it runs as the module `place`, of which `@module` makes the ids of functions; from
-    its source, as Python's cache of bytecode takes two edits of one size within one second for the same."""
+    """What a file defines itself when it runs as the module `place`, of which `@module` makes the ids of functions.
+    From its source, as Python's cache takes two edits of one size within one second for the same."""
     module = ModuleType(place)
     module.__file__ = path
     sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
@@ -1227,8 +1211,7 @@ def _bound(path: str) -> Iterator[tuple[str, FunctionModule]]:
         yield module.module_id, module
 
 
-# A registry's one loader, whoever follows it: of two, each would load what the other has loaded.
-_files_of = functools.cache(_Files)
+_files_of = functools.cache(_Files)  # a registry's one loader: of two, each would load what the other has loaded
 
 
 def _folder(extensions_dir: str) -> Registry:
@@ -1242,8 +1225,6 @@ def _folder(extensions_dir: str) -> Registry:
 
 def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
     """Load the modules of a directory, as the command line does: a Registry of them, to serve or to give an Executor.
-
-        serve(discover("extensions"))
 
     Takes module classes and functions with apcore's `@module` from `*.py` files, and what `*.binding.yaml` files bind.
     A file that cannot be loaded is left out with a WARNING that names it. Names that begin with `_` or `.`,
@@ -1278,8 +1259,8 @@ class _ToolCatalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
     A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
-    swaps in a new table, so a reader never sees half a change. A module that cannot become a tool is left out with a
-    WARNING that names it. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`."""
+    swaps in a new table. A module that cannot become a tool is left out with a WARNING that names it. It follows the
+    registry, and with `dynamic` the files, from `follow()` to `close()`."""
 
     def __init__(self, options: _Options) -> None:
         self._registry = options.registry
@@ -1322,8 +1303,8 @@ class _ToolCatalog:
         return self._by_name.get(_portable_name(name))
 
     async def offered(self, tools: Iterable[_Tool], caller: Identity | None) -> list[_Tool]:
-        """Those of `tools` that the Executor's ACL, as it stands, lets `caller` call (design, "Who is offered what"); by
-        a copy of its rules, so that a list leaves nothing in its audit."""
+        """Those of `tools` that the Executor's ACL, as it stands, lets `caller` call (design, "Who is offered what"):
+        by a copy of its rules, so that a list leaves nothing in its audit."""
         offered = [*tools]
         for step in self._options.executor.current_strategy.steps:
             if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
@@ -1373,8 +1354,7 @@ class _ToolCatalog:
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-# What OpenAI refuses, and a model can be told in words.
-_IN_WORDS = frozenset(
+_IN_WORDS = frozenset(  # what OpenAI refuses, and a model can be told in words
     "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
     " maxContains".split()
 )
@@ -1487,9 +1467,8 @@ def to_openai_tools(
     `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
     `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
     logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules, and with an `identity` the ACL does:
-    what it lets that caller call. A module that cannot be converted is left out with a WARNING. Needs neither the
-    `openai` package nor a running server. Source: SRS FR-OPENAI-001 to -007.
-    Raises TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix.
+    what it lets that caller call. A module that cannot be converted is left out with a WARNING. Raises TypeError for
+    neither a Registry nor an Executor; ValueError for an empty tag or prefix. Source: SRS FR-OPENAI-001 to -007.
     """
     catalog = _ToolCatalog(_options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix))
     hyphened = [module_id for module_id in catalog.tools if "-" in module_id]
@@ -1510,9 +1489,8 @@ class _NotOffered(ValueError):
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
     """Turn an OpenAI function name back into the module id it was made from: `image-resize` into `image.resize`.
 
-    An id of more than 64 characters was shortened and needs the `registry` it came from. Source: SRS FR-OPENAI-002.
-    Raises ValueError for a shortened name without a registry, or one that no module of it has.
-    """
+    One that was shortened (an id of more than 64 characters) needs the `registry` it came from; ValueError without it,
+    and for a name that no module of it has. Source: SRS FR-OPENAI-002."""
     if not _SHORTENED.fullmatch(name):
         return name.replace("-", ".")
     if registry is not None:
@@ -1526,8 +1504,6 @@ def from_openai_call(
     registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject
 ) -> tuple[str, JSONObject]:
     """Turn the call a model sent back into a module id and inputs that module accepts.
-
-    `name` is the function name as the model sent it, `arguments` the JSON text or dict next to it.
 
         >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
         ('image.resize', {'width': 800})
@@ -1563,8 +1539,7 @@ async def report_progress(
     """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
 
     A number that is not finite, or no higher than the last one, is not sent (MCP "Progress"). Does nothing when the
-    module was not called through MCP (`context` may be None) or the client asked for no progress. SRS FR-EXT-001.
-    """
+    module was not called through MCP (`context` may be None) or the client asked for no progress. SRS FR-EXT-001."""
     send = _given(context, MCP_PROGRESS_KEY)
     if send is not None:
         await send(progress, total, message)
@@ -1579,8 +1554,7 @@ async def elicit(
     none means a bare confirmation; ValueError for any other). None when the user declined, cancelled, filled in
     something else or said nothing for ten minutes, the client cannot ask, or the module was not called through MCP
     (`context` may be None). `key` names the question on the wire (from 2026-07-28). The module's own timeout goes on
-    meanwhile: once it is over, or the call is cancelled, this raises ExecutionCancelledError. SRS FR-EXT-002.
-    """
+    meanwhile: once it is over, or the call is cancelled, this raises ExecutionCancelledError. SRS FR-EXT-002."""
     ask = _given(context, MCP_ELICIT_KEY)
     if ask is None:
         return None
@@ -1597,8 +1571,7 @@ def _given(context: object, key: str) -> Any:
     return data.get(key) if isinstance(data, Mapping) else None
 
 
-# From this version on a server sends no requests: it answers `input_required` (MCP "Multi Round-Trip Requests").
-_MODERN = "2026-07-28"
+_MODERN = "2026-07-28"  # from here on a server sends no requests: it answers `input_required`
 
 
 def _caller(scope: Mapping[str, Any]) -> Identity | None:
@@ -1642,9 +1615,9 @@ def _form(asked: JSONSchema | None) -> JSONSchema:
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `turn` is set when the request that waits can be answered: the call asks, or has ended. It asks one question at a
-    time, `question`, which `key` names on the wire, and waits for its `answer`. What stands in the context of its
-    modules works from any thread and loop, as a sync module may run an async one in a loop of its own."""
+    `turn` is set when the request that waits can be answered: the call asks, or has ended. It asks one `question` at a
+    time, which `key` names on the wire, and waits for its `answer`. What stands in the context of its modules works
+    from any thread and loop, as a sync module may run an async one in a loop of its own."""
 
     tool: _Tool
     arguments: JSONObject
@@ -1864,8 +1837,7 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     _is_required = False
 
 
-# Every argument is shown, however many they are; a text of more than 500 characters loses its middle.
-_SHORT = reprlib.Repr()
+_SHORT = reprlib.Repr()  # shows every argument; a text of more than 500 characters loses its middle
 _SHORT.maxstring = 502  # with its quotes
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
 
@@ -1879,8 +1851,7 @@ def _approval_question(request: ApprovalRequest) -> str:
     return f"Let {request.module_id} run?{danger}\nArguments: {_SHORT.repr(shown)}"
 
 
-# Who decides about the calls of a server, by its `approval=`; without one, apcore.
-_APPROVERS = {
+_APPROVERS = {  # who decides about the calls of a server, by its `approval=`; without one, apcore
     "auto": _AskOrLetThrough(),
     "require": ElicitationApprovalHandler(),
     "deny": AlwaysDenyHandler(),
@@ -1942,11 +1913,10 @@ def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
 class _ExecutionRouter:
     """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
 
-    Nothing is raised but cancellation, and a JSON-RPC error for a retry whose state resumes no call, or a call that its
-    client has to be able to answer a question for (SRS FR-EXEC-007). A call that waits for its user is parked between
-    the `input_required` answer and the client's retry, under a state of 32 random bytes (which the SDK's
-    RequestStateBoundary seals and binds to tool and arguments). It is resumed once, by who began it, so its module
-    never runs twice; if it ends meanwhile, its result waits for the retry."""
+    Nothing is raised but cancellation and JSON-RPC errors: for a retry whose state resumes no call, and a call that its
+    client has to be able to answer a question for (SRS FR-EXEC-007). A call that waits for its user is parked under 32
+    random bytes (which the SDK's RequestStateBoundary seals and binds to tool and arguments) until its client's retry.
+    It is resumed once, by who began it, so its module never runs twice; if it ends meanwhile, its result waits."""
 
     def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
@@ -2090,8 +2060,7 @@ class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
     Use as an async context manager, once. New requests are refused once it has a `deadline`; `activity` tells when the
-    running ones are answered. Changes of the catalog are announced to handshake clients on their standalone stream and
-    to clients of 2026-07-28 on the streams they listen on."""
+    running ones are answered. Who is told of changes: handshake clients on their stream, others where they listen."""
 
     def __init__(self, options: _Options) -> None:
         from mcp.server.lowlevel import Server
@@ -2477,12 +2446,10 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
     host, port = bridge.options.host, bridge.options.port
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Each connection inherits it: or an answer would wait 40 ms for a delayed ACK.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms for a delayed ACK
     config = uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
     http: Any = uvicorn.Server(config)
-    # Or it would take over the signals and raise them again at the end.
-    http.capture_signals = nullcontext
+    http.capture_signals = nullcontext  # or it would take over the signals and raise them again at the end
     serving = asyncio.create_task(http.serve([listener]))
     try:
         yield serving
@@ -2516,8 +2483,7 @@ def _take_standard_streams() -> tuple[int, int]:
     return wire
 
 
-# For good: by the command line before it imports the first module, by `serve()` if nobody has.
-_standard_streams = functools.cache(_take_standard_streams)
+_standard_streams = functools.cache(_take_standard_streams)  # for good; at the command line, before the first module
 
 
 def _copy(source: Any, sink: Any) -> None:
@@ -2568,8 +2534,8 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone.
 
     With pipes and sockets, no thread stands between a client and its answer. A client that reads no more has gone, so
-    its input ends too. When the input ends, what has been asked is still answered, for 5 seconds at most. At the end
-    the client is given a second to read what it has been told; what is left then is dropped."""
+    its input ends too. When the input ends, what has been asked is still answered, for 5 seconds at most; then the
+    client is given a second to read it."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -2639,8 +2605,7 @@ async def run_openai_call(
 
     That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), with a line for each file, or the
     plain sentence of the error, also for a function that was not offered. Nulls are dropped as by `from_openai_call`.
-    `identity` is the caller to the ACL. Nobody can be asked for an approval. Raises nothing that a module raised.
-    """
+    `identity` is the caller to the ACL. Nobody can be asked for an approval. Raises nothing that a module raised."""
     options = _options_of("run_openai_call()", registry_or_executor)
     try:
         tool, inputs = _read_call(options, name, arguments)
@@ -2772,8 +2737,7 @@ class _Life:
                 with suppress(SystemExit, KeyboardInterrupt):
                     loop.run_until_complete(running)
         finally:
-            # As `asyncio.run` ends, but without waiting for a task or a thread that does not want to.
-            tasks = asyncio.all_tasks(loop)
+            tasks = asyncio.all_tasks(loop)  # as `asyncio.run` ends, but not waiting for what does not want to
             for task in tasks:
                 task.add_done_callback(_silence)
                 task.cancel()
@@ -2803,8 +2767,7 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
 
     Mount the app or run it under any ASGI server; it needs no lifespan of its own. `transport="sse"` gives `/sse` and
     `/messages/`, anything else `/mcp`. `host` and `port` are not listened on, but decide with `allowed_hosts` which
-    Host headers are accepted: name the public ones. All else is as for `serve()`.
-    """
+    Host headers are accepted: name the public ones. All else is as for `serve()`."""
     from anyio import CancelScope
 
     if options.transport == "stdio":
@@ -2824,8 +2787,7 @@ class MCPServer:
     """A server in a thread of its own, beside the rest of a program: `MCPServer(registry, transport=..., port=...)`.
 
     Takes the options of `serve()` and checks them at once. Every method may be called from any thread, though not
-    `start()` from two at once, and a server that has ended can be started again. Source: tech design 6.10.
-    """
+    `start()` from two at once, and a server that has ended can be started again. Source: tech design 6.10."""
 
     def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = _options_of("MCPServer", registry_or_executor, **options)
@@ -2864,11 +2826,8 @@ def serve(options: _Options) -> None:
     Give an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
     SIGTERM, or when a stdio client has gone, with running calls given 5 seconds. `on_startup` runs once clients are
     accepted, `on_shutdown` before they no longer are; both may be coroutine functions. `apcore-mcp --help` describes
-    each option; all are checked before anything starts.
-
-    TypeError for a wrong type, ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a
-    running event loop: there, use `async_serve()`. Source: SRS FR-SERVER-001 to -011.
-    """
+    each option; all are checked before anything starts. TypeError for a wrong type, ValueError for a value that is not
+    allowed, OSError for a port in use; RuntimeError in a running event loop. Source: SRS FR-SERVER-001 to -011."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # there is none

@@ -20,7 +20,8 @@ from conftest import ROOT
 
 import apcore_mcp.core
 
-TOKENS_MAX = 20_990
+TOKENS_MAX = 19_750
+LINES_MAX = 2_850  # of core.py, all of them
 SOURCE = Path(apcore_mcp.core.__file__).read_text("utf-8")
 BANNERS = [(line, m[1]) for line, text in enumerate(SOURCE.split("\n"), 1) if (m := re.match(r"# ---- (\w+): ", text))]
 
@@ -28,11 +29,6 @@ BANNERS = [(line, m[1]) for line, text in enumerate(SOURCE.split("\n"), 1) if (m
 def room_of(line: int) -> int:
     """Which room a line stands in; 0 is the head of the file."""
     return bisect([start for start, _ in BANNERS], line)
-
-
-def test_the_docstring_lists_the_rooms() -> None:
-    listed = re.findall(r"^    (\w+) {2,}\w", apcore_mcp.core.__doc__ or "", re.MULTILINE)
-    assert listed == [name for _, name in BANNERS]
 
 
 def test_a_room_uses_only_what_stands_above_it() -> None:
@@ -75,6 +71,7 @@ def test_the_package_grows_no_further() -> None:
     sizes = [code_tokens(path) for path in Path(apcore_mcp.core.__file__).parent.glob("*.py")]
     lines, tokens = (sum(column) for column in zip(*sizes, strict=True))
     assert tokens <= TOKENS_MAX
+    assert SOURCE.count("\n") <= LINES_MAX
     assert tokens / lines <= 10.5
 
 
