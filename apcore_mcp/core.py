@@ -1425,6 +1425,12 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
+def _loosened(schema: JSONSchema) -> JSONSchema:
+    """Copy `schema` without patterns, which may keep `re` busy for minutes, and with `anyOf` for `oneOf`."""
+    kept = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if not key.startswith("pattern")}
+    return _map_subschemas(kept, _loosened)
+
+
 def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
     """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
     if not schemas:  # however deep it is
@@ -1448,10 +1454,8 @@ def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
     for schema in schemas:
         yield schema
         yield from _meant(value, *schema.get("allOf", ()))
-        for branch in _branches(schema, ["anyOf", "oneOf"]):
-            # By what is promised of it: no pattern, which may keep Python's `re` busy for minutes.
-            closed = {**_promise(branch), "unevaluatedProperties": False}
-            if _is_valid(_drop_nulls(value, branch), closed):
+        for branch in schema.get("anyOf", ()):
+            if _is_valid(_drop_nulls(value, branch), {**branch, "unevaluatedProperties": False}):
                 yield from _meant(value, branch)
                 break
 
@@ -1527,7 +1531,7 @@ def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tup
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return tool, _drop_nulls(inputs, tool.input_schema)
+    return tool, _drop_nulls(inputs, _loosened(tool.input_schema))
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -2059,7 +2063,7 @@ class _Activity(asyncio.Queue[None]):
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
-    Use as an async context manager, once. New requests are refused once it has a `deadline`; `activity` tells when the
+    It lives from its making to `finish()`. New requests are refused once it has a `deadline`; `activity` tells when the
     running ones are answered. Who is told of changes: handshake clients on their stream, others where they listen."""
 
     def __init__(self, options: _Options) -> None:
@@ -2093,16 +2097,10 @@ class _Bridge:
         self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
         security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
         self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
-
-    async def __aenter__(self) -> _Bridge:
         loop = asyncio.get_running_loop()
         self.catalog.follow(lambda: loop.call_soon_threadsafe(self._changed.set))
+        self.sessions.callback(self.catalog.close)
         self.endless.add(loop.create_task(self._announce()))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.catalog.close()
-        await self.finish()
 
     async def finish(self) -> None:
         """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
@@ -2705,7 +2703,8 @@ class _Life:
         try:
             async with AsyncExitStack() as closing:
                 closing.callback(self.stop)  # before anybody is told of the end: a server may be started again
-                bridge = await closing.enter_async_context(_Bridge(options))
+                bridge = _Bridge(options)
+                closing.push_async_callback(bridge.finish)
                 if self._mounted:
                     app = await _http_app(bridge)
                 elif options.transport == "stdio":
