@@ -339,7 +339,7 @@ async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_i
     async def call(inputs: dict[str, Any], context: Any) -> Any:
         given: dict[str, Any] = {"keys": ("s3cret",), "login": Credentials(password="s3cret"), "disk": "\ud800"}
         if inputs:
-            given |= {"odd": object(), "disk": [Path("/mnt/" + "of many folders " * 10), print]}
+            given |= {"odd": b"\xff", "disk": [Path("/mnt/" + "of many folders " * 10), print]}
         return await context.executor.call_async("disk.wipe", given, context)
 
     arguments, asked = asking(REFUSE)

@@ -140,7 +140,7 @@ def test_the_purpose_is_the_description_and_the_documentation_with_its_headings_
 @pytest.mark.parametrize("field", ["Field(pattern='^[A-Z]{3}$')", "Field(json_schema_extra={'not': {}})"])
 def test_an_example_is_valid_or_there_is_none(field: str, capfd: Capture, tmp_path: Path) -> None:
     sections = documented(tmp_path, capfd, f"class In(BaseModel):\n    field: str = {field}\nTakes.input_schema = In")
-    assert blocks(sections[7]) == []
+    assert sections[7].strip() == "None can be made up from the schema."
     assert "| `field` | string | Yes |  |  |" in sections[3]
 
 
@@ -160,10 +160,12 @@ def test_files_that_a_tool_returns_are_told(capfd: Capture, tmp_path: Path) -> N
     source = """
         class Output(BaseModel):
             chart: str = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
+            key: str = Field(json_schema_extra={"x-sensitive": True})
         Takes.output_schema = Output
         """
     sections = documented(tmp_path, capfd, source)
     assert "`chart` comes as content of type `image/png`." in sections[4]
+    assert "sensitive values" in sections[8]
 
 
 def test_a_document_is_printed_whatever_the_terminal_can_say(extensions: Path) -> None:

@@ -469,6 +469,9 @@ def test_a_start_that_fails_is_told_and_leaves_the_port_free_and_nothing_on_the_
         live()
     assert registry.listeners == before
     assert_free(port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises((OSError, LookupError)):
+        live()
+    assert registry.listeners == before
 
 
 def test_what_a_callback_raises_comes_out_of_serve_when_the_server_has_ended() -> None:

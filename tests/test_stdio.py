@@ -193,6 +193,13 @@ def test_a_client_that_does_not_read_is_made_to_wait_only_after_megabytes(served
     wait_for_stderr(served, "told everything")
     assert [served.receive()["params"]["progress"] for _ in range(300)] == [*range(300)]
     assert structured([served.receive()]) == {1: {}}
+    # Past what is buffered, the module waits for its client to read, and other calls do not wait for it.
+    message["params"]["arguments"] = {"times": 40, "text": "x" * 1_000_000}
+    served.send_line(line(message).strip())
+    served.send_line(line(call(2, "t.mumble")).strip())
+    assert "told everything" not in wait_for_stderr(served, "mumble")
+    answers = [served.receive() for _ in range(42)]
+    assert sorted(answer["id"] for answer in answers if "id" in answer) == [1, 2]
 
 
 def test_a_cancelled_call_ends_its_coroutine_and_is_not_answered(served: RawClient, tmp_path: Path) -> None:
