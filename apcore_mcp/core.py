@@ -2045,10 +2045,10 @@ class _ExecutionRouter:
 
 _SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
 _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on stdio as the SDK allows over HTTP
-# What 2026-07-28 wants to know of every list: stale at once, as it may change at any time; who keeps it has to listen.
+# What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
-_ANNOUNCE_SECONDS = 0.02  # changes of the tool list this close together are announced once
-_TELL_SECONDS = 1.0  # how long one client who does not read is waited for
+_COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
+_NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
 
 
 class _Activity(asyncio.Queue[None]):
@@ -2063,8 +2063,9 @@ class _Activity(asyncio.Queue[None]):
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
-    It lives from its making to `finish()`. New requests are refused once it has a `deadline`; `activity` tells when the
-    running ones are answered. Who is told of changes: handshake clients on their stream, others where they listen."""
+    It lives from its construction to `finish()`. Once it has a `deadline` it refuses new requests; `activity` says when
+    the running ones have been answered. Clients hear of changed lists: those of the handshake versions on their
+    connection, those of 2026-07-28 on the streams that they listen on."""
 
     def __init__(self, options: _Options) -> None:
         from mcp.server.lowlevel import Server
@@ -2072,15 +2073,15 @@ class _Bridge:
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 
         self.options = options
-        self.deadline = 0.0  # of whatever goes on, by the loop's clock; 0 until the server is told to end
+        self.deadline = 0.0  # for whatever still runs, by the loop's clock; 0 until the server is told to end
         self.catalog = _ToolCatalog(options)
         self.router = _ExecutionRouter(self.catalog, options)
         self.activity = _Activity()
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
-        self._followers = weakref.WeakSet[Any]()  # the connections of handshake clients that can be told of changes
-        self._changed = asyncio.Event()
-        self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes of what would go on for ever
+        self._connections = weakref.WeakSet[Any]()  # of handshake clients that can be notified
+        self._lists_changed = asyncio.Event()
+        self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
@@ -2096,14 +2097,20 @@ class _Bridge:
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
         security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
-        self.server.middleware += [self._intercept, RequestStateBoundary(security, default_audience=options.name)]
+        self.server.middleware += [
+            self._count_request,
+            self._hide_unexpected_errors,
+            self._declare_list_changed,
+            self._fill_in_tools,
+            RequestStateBoundary(security, default_audience=options.name),
+        ]
         loop = asyncio.get_running_loop()
-        self.catalog.follow(lambda: loop.call_soon_threadsafe(self._changed.set))
+        self.catalog.follow(lambda: loop.call_soon_threadsafe(self._lists_changed.set))
         self.sessions.callback(self.catalog.close)
-        self.endless.add(loop.create_task(self._announce()))
+        self.endless.add(loop.create_task(self._notify_of_changes()))
 
     async def finish(self) -> None:
-        """End the streams that clients listen on, wait for what is being answered (5 seconds at most), end the rest."""
+        """End the streams that clients listen on, wait for running requests (5 seconds at most), and end the rest."""
         from anyio import CancelScope, current_time
 
         self.deadline = self.deadline or current_time() + _SHUTDOWN_SECONDS
@@ -2113,51 +2120,72 @@ class _Bridge:
                 await self.activity.join()
             for call in self.router.running:
                 call.cancel()
-            with CancelScope(deadline=self.deadline + 0.5):  # so that who asked is told
+            with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
                 await self.activity.join()
             for each in self.endless:
                 each.cancel()
 
-    async def _intercept(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Server middleware: what must come before or after the SDK's own handling of a request."""
-        from mcp.shared.exceptions import MCPError
+    # Server middleware, outermost first; the SDK's own handling of a request is innermost.
 
-        if ctx.request_id is None:
+    async def _count_request(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Refuse requests once the server is told to end, and count those that it waits for then."""
+        is_notification = ctx.request_id is None
+        if is_notification:
             return await call_next(ctx)
         if self.deadline:
             raise _protocol_error(-32000, "Server is shutting down")
-        self.activity.begin()  # until the request's own task ends, when the answer has been handed over
+        self.activity.begin()
+        # Not at the end of this function: the answer is only handed over when the request's own task ends.
         cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.task_done())
+        return await call_next(ctx)
+
+    async def _hide_unexpected_errors(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Answer what a user's class or an ACL's condition raises without its text, which the SDK would send."""
+        from mcp.shared.exceptions import MCPError
+
         try:
-            result: Any = await call_next(ctx)
-            if ctx.method == "tools/list":  # only now: the SDK's validation takes six times as long as all the rest
-                result["tools"] = await self._listing(ctx)
-        except (MCPError, ValidationError):
+            return await call_next(ctx)
+        except (MCPError, ValidationError):  # messages for the client
             raise
-        except Exception:  # of a user's own class or an ACL's condition: a handshake client would be told its text
+        except Exception:
             logger.exception("%s failed", ctx.method)
             raise _protocol_error(-32603, _UNEXPECTED) from None
+
+    async def _declare_list_changed(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Tell a handshake client that the lists may change, where it has a connection to be notified on.
+
+        The SDK's HTTP manager offers no option for it, and a client that is told `false` ignores notifications."""
+        result: Any = await call_next(ctx)
         if ctx.method == "initialize":
-            # What outlives the session of each of its requests; the SDK gives no other handle on it.
+            # Private, as nothing public outlives the session of a single request.
             connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
-            follows = connection.has_standalone_channel
-            if follows:
-                self._followers.add(connection)
-            # The SDK's HTTP manager offers no way to say so, and a client that is told no ignores the notification.
+            can_notify = connection.has_standalone_channel
+            if can_notify:
+                self._connections.add(connection)
             for capability in ("tools", "resources"):
-                result["capabilities"][capability]["listChanged"] = follows
+                result["capabilities"][capability]["listChanged"] = can_notify
+        return result
+
+    async def _fill_in_tools(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Put the tools into the result of `tools/list`, behind the SDK's validation of results: for 1,000 tools that
+        takes six times as long as everything else, and the catalog holds nothing that is not valid."""
+        result: Any = await call_next(ctx)
+        if ctx.method == "tools/list":
+            names = self._tool_names(ctx)
+            result["tools"] = [tool.definition(names) for tool in await self._offered(ctx)]
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
+        """The result of `tools/list` as the SDK validates it; `_fill_in_tools` adds the tools."""
         return {"tools": [], **_FRESH}
 
-    async def _listing(self, ctx: RequestContext) -> list[JSONObject]:
-        """The tools under the names that a client takes."""
-        client = ctx.session.client_params
+    def _tool_names(self, ctx: RequestContext) -> str:
+        """The option `tool_names` for the client of a request: "module-id" or "portable"."""
         names = self.options.tool_names
+        client = ctx.session.client_params
         if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
-            names = "portable"
-        return [tool.definition(names) for tool in await self._offered(ctx)]
+            return "portable"
+        return names
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         tools = await self._offered(ctx)
@@ -2174,29 +2202,32 @@ class _Bridge:
         raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 
     async def _offered(self, ctx: RequestContext) -> list[_Tool]:
+        """The tools that the caller of a request may call."""
         return await self.catalog.offered(self.catalog.tools.values(), _caller(getattr(ctx.request, "scope", {})))
 
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
-        # Or they would be promised: there are no prompts, and of a single resource nobody is told.
+        """Open a stream of notifications (2026-07-28), of those that this server sends: changes of the lists."""
+        # The SDK promises whatever is left in here.
         params.notifications.prompts_list_changed = None
         params.notifications.resource_subscriptions = None
         return await self._listener(ctx, params)
 
-    async def _announce(self) -> None:
-        """Tell clients of every change of the lists."""
+    async def _notify_of_changes(self) -> None:
+        """Notify clients of every change of the lists, for as long as the server runs."""
         from mcp.server.subscriptions import ResourcesListChanged, ToolsListChanged
 
-        while await self._changed.wait():
-            await asyncio.sleep(_ANNOUNCE_SECONDS)
-            self._changed.clear()
+        while await self._lists_changed.wait():
+            await asyncio.sleep(_COALESCE_SECONDS)
+            self._lists_changed.clear()
             await self._bus.publish(ToolsListChanged())
             await self._bus.publish(ResourcesListChanged())
-            await asyncio.gather(*map(self._tell, self._followers))
+            await asyncio.gather(*map(self._notify, self._connections))
 
-    async def _tell(self, connection: Any) -> None:
+    async def _notify(self, connection: Any) -> None:
+        """Notify one handshake client; one that does not read holds up the others for a second at most."""
         from anyio import move_on_after
 
-        with move_on_after(_TELL_SECONDS):
+        with move_on_after(_NOTIFY_SECONDS):
             await connection.send_tool_list_changed()
             await connection.send_resource_list_changed()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from apcore import Registry
+from apcore import ACL, ACLRule, Context, Executor, Registry
 from conftest import (
     HANDSHAKE,
     MODERN,
@@ -49,8 +49,6 @@ from support import (
     modern,
     text_of,
 )
-
-import apcore_mcp.core
 
 MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
@@ -209,16 +207,28 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
         ({"query": "x"}, None, True),
     ]
 
-    listings: list[Any] = []
-    listing = apcore_mcp.core._Bridge._listing
-    monkeypatch.setattr(apcore_mcp.core._Bridge, "_listing", lambda *given: listings.append(given) or listing(*given))
+    class Offered:
+        """A condition of the ACL, which is asked about every tool that is listed."""
+
+        listed = 0
+
+        def evaluate(self, value: object, context: Context[Any]) -> bool:
+            self.listed += 1
+            return True
+
+    offered = Offered()
+    monkeypatch.setitem(ACL._condition_handlers, "offered", offered)
+    listed = ACLRule(["*"], ["demo.other"], "allow", conditions={"offered": True})
+    called = ACLRule(["*"], ["demo.search"], "allow")
+    modules = {"demo.search": search, "demo.other": echo}
+    executor = Executor(registry_of(modules), acl=ACL([listed, called], default_effect="deny"))
 
     async def official(url: str) -> None:
         async with Client(url, mode=MODERN, cache=None, read_timeout_seconds=30) as client:
             await client.list_tools()
             assert not (await client.call_tool("demo.search", {"region": "Zürich ", "query": "x"})).is_error
 
-    with serving(registry_of({"demo.search": search})) as url, httpx.Client(timeout=30) as client:
+    with serving(executor) as url, httpx.Client(timeout=30) as client:
         for arguments, header, runs in cases:
             ran.clear()
             params = {"name": "demo.search", "arguments": arguments}
@@ -226,10 +236,11 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
             code = answer(response).get("error", {}).get("code")
             assert (response.status_code, code) == ((200, None) if runs else (400, -32020)), (arguments, header)
             assert ran == [arguments] * runs
-        assert listings == [] or version("mcp") < "2.3", "no call looks through all tools"
+        assert offered.listed == 0 or version("mcp") < "2.3", "no call looks through all tools"
         _, session = handshake(client, f"{url}/mcp")  # where the header means nothing
         assert "result" in answer(client.post(f"{url}/mcp", json=message("tools/call", params), headers=session))
         asyncio.run(official(f"{url}/mcp"))
+    assert offered.listed > 0
     assert ran[-1] == {"region": "Zürich ", "query": "x"}
 
 
