@@ -44,7 +44,18 @@ from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import quote, urljoin, urlsplit
 
 from annotated_types import Predicate
@@ -82,6 +93,9 @@ from pydantic import (
     SkipValidation,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
 )
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
@@ -143,19 +157,20 @@ def _option(default: T, text: str, **flag: Any) -> T:
     return dataclasses.field(default=default, metadata={"help": text, **flag})
 
 
-@dataclass(config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
 class _Options:
-    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list. `_options_of` makes one.
-    Nothing is converted, so `"8000"` is no port."""
+    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list. `_options_of` makes it.
+
+    Values are checked and never converted, so `"8000"` is no port; only the case of a choice does not matter."""
 
     registry_or_executor: SkipValidation[Registry | Executor | APCore]
     _: dataclasses.KW_ONLY
     transport: str = _option("stdio", "MCP transport", choices=("stdio", "streamable-http", "sse"))
     host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
     port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
-    name: str = _option("apcore-mcp", "server name told to clients, 255 characters at most")
-    version: str | None = _option(None, "server version told to clients; alone, print the package's, the default")
-    instructions: str | None = _option(None, "what agents are told about the server")
+    name: str = _option("apcore-mcp", "server name sent to clients, 255 characters at most")
+    version: str | None = _option(None, "server version sent to clients; alone, print the package's, the default")
+    instructions: str | None = _option(None, "what the server says about itself to agents")
     tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+")
     prefix: str | None = _option(None, "serve only modules whose id starts with this")
     exclude: Sequence[str] | None = _option(None, "leave out modules whose id starts with one of these", nargs="+")
@@ -178,57 +193,76 @@ class _Options:
     explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
     allow_execute: bool = _option(False, "let the Tool Explorer run tools")
 
-    def check(self) -> None:
-        """ValueError for a value that is not allowed."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            choices = field.metadata.get("choices")
-            if choices and isinstance(value, str):
-                meant = [choice for choice in choices if choice.lower() == value.lower()]
-                if not meant:
-                    label = field.name.replace("_", " ")
-                    raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
-                setattr(self, field.name, meant[0])
-            elif value == "" and field.name != "host":  # stdio has none
-                raise ValueError(f"{field.name} must not be empty")
-        if len(self.name) > 255:
+    @field_validator("transport", "log_level", "tool_names", "approval")
+    @classmethod
+    def _one_of_its_choices(cls, value: Any, info: ValidationInfo) -> Any:
+        """One of the field's choices, as it is written there."""
+        field = cls.__dataclass_fields__[str(info.field_name)]
+        choices = field.metadata["choices"]
+        if not isinstance(value, str):  # None, or an approval handler
+            return value
+        for choice in choices:
+            if choice.lower() == value.lower():
+                return choice
+        label = field.name.replace("_", " ")
+        raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
+
+    @field_validator("name", "version", "instructions", "prefix")
+    @classmethod
+    def _not_empty(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value == "":
+            raise ValueError(f"{info.field_name} must not be empty")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _at_most_255_characters(cls, name: str) -> str:
+        if len(name) > 255:
             raise ValueError("name must not exceed 255 characters")
-        if not all(self.tags or ()):
+        return name
+
+    @field_validator("tags")
+    @classmethod
+    def _without_empty_tags(cls, tags: Sequence[str] | None) -> Sequence[str] | None:
+        if not all(tags or ()):
             raise ValueError("Tag values must not be empty")
-        if self.timeout is not None and not 0 <= self.timeout < math.inf:
-            raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
+        return tags
+
+    @field_validator("timeout")
+    @classmethod
+    def _finite_seconds(cls, timeout: float | None) -> float | None:
+        if timeout is not None and not 0 <= timeout < math.inf:
+            raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {timeout}")
+        return timeout
+
+    @field_validator("explorer_prefix")
+    @classmethod
+    def _path_of_its_own(cls, prefix: str) -> str:
+        """The path without a slash at its end."""
+        path = prefix.rstrip("/")
+        if not _EXPLORER_PREFIX.fullmatch(path):
+            allowed = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
+            raise ValueError(f"explorer_prefix must be {allowed}; got {path!r}")
+        return path
+
+    @model_validator(mode="after")
+    def _address_to_listen_on(self) -> _Options:
         if self.transport != "stdio":
             if not self.host:
                 raise ValueError("Host must not be empty")
             if not 1 <= self.port <= 65535:
                 raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
-        self.explorer_prefix = self.explorer_prefix.rstrip("/")
-        if not _EXPLORER_PREFIX.fullmatch(self.explorer_prefix):
-            plain = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
-            raise ValueError(f"explorer_prefix must be {plain}; got {self.explorer_prefix!r}")
+        return self
 
-    def take_source(self) -> None:
-        """Find the Executor that was given, or make one for the registry, and what else depends on which it is."""
-        source = self.registry_or_executor
-        given = getattr(source, "executor", source)  # of apcore's client, or of whatever has one
-        feeds = self.metrics_collector is True  # an Executor that was given feeds the collector it came with
-        if feeds:
-            self.metrics_collector = MetricsCollector()
-        if isinstance(given, Registry):
-            feeds = isinstance(self.metrics_collector, MetricsCollector)
-            config = None
-            if self.timeout is not None:
-                limit = math.ceil(self.timeout * 1000)
-                config = Config({"executor": {"default_timeout": limit, "global_timeout": limit}})
-            given = Executor(given, config=config)
-        elif not isinstance(given, Executor):
-            raise TypeError(f"Expected Registry or Executor instance, got {type(source).__name__}")
-        elif self.timeout is not None:
-            raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
-        if feeds:
-            given.use(MetricsMiddleware(self.metrics_collector))
-        self.executor = given
-        self.registry: Registry = given.registry
+    @property
+    def executor(self) -> Executor:
+        """What runs calls."""
+        return cast(Executor, self.registry_or_executor)  # `_options_of` has made it one
+
+    @property
+    def registry(self) -> Registry:
+        """Where the modules are."""
+        return self.executor.registry
 
     @property
     def url(self) -> str:
@@ -237,15 +271,19 @@ class _Options:
         return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
 
 
-_WITHOUT_EFFECT = (  # what packages that build on this one pass as well; then what they may only pass as off
+# Options that packages built on this one pass too: those that change nothing here, and those that may only be off.
+_WITHOUT_EFFECT = (
     "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
     " async_max_tasks"
 ).split()
 _ONLY_OFF = "approval_handler authenticator strategy trace observability output_format".split()
 
 
-def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
-    """The options that a caller of the public `door` gave; TypeError that names it for what is none."""
+def _options_of(door: str, /, *sources: Any, **options: Any) -> _Options:
+    """The checked options of a call of the public `door`, with an Executor in the place of whatever is to be served.
+
+    TypeError that names the door for what is no option and for a value of a wrong type; ValueError for a value that is
+    not allowed."""
     unused = []
     for name in sorted(options):
         if name in _WITHOUT_EFFECT or (name in _ONLY_OFF and options[name] in (None, False)):
@@ -254,21 +292,57 @@ def _options_of(door: str, /, *given: Any, **options: Any) -> _Options:
     if "approval" not in options and "approval_handler" in options:
         options["approval"] = options.pop("approval_handler")
     try:
-        made = _Options(*given, **options)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        option = fault["loc"][0]
+        checked = _Options(*sources, **options)
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        refusal = error.get("ctx", {}).get("error")
+        if isinstance(refusal, ValueError):  # of a validator above
+            raise refusal from None
+        option = error["loc"][0]
         hint = " (authentication goes into middleware=)" if option == "authenticator" else ""
-        raise TypeError(f"{door} {option}: {fault['msg']}{hint}") from None
-    made.check()
-    made.take_source()
+        raise TypeError(f"{door} {option}: {error['msg']}{hint}") from None
     # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-    if made.log_level is not None:
+    if checked.log_level is not None:
         logging.basicConfig()
-        logger.setLevel(made.log_level)
+        logger.setLevel(checked.log_level)
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(unused))
-    return made
+    return dataclasses.replace(checked, registry_or_executor=_executor_of(checked))
+
+
+def _executor_of(options: _Options) -> Executor:
+    """The Executor to serve: the user's own, that of apcore's client, or a new one for a Registry."""
+    source = options.registry_or_executor
+    source = getattr(source, "executor", source)
+    if isinstance(source, Executor):
+        if options.timeout is not None:
+            raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
+        return source
+    if not isinstance(source, Registry):
+        raise TypeError(f"Expected Registry or Executor instance, got {type(options.registry_or_executor).__name__}")
+    config = None
+    if options.timeout is not None:
+        milliseconds = math.ceil(options.timeout * 1000)
+        config = Config({"executor": {"default_timeout": milliseconds, "global_timeout": milliseconds}})
+    executor = Executor(source, config=config)
+    if isinstance(options.metrics_collector, MetricsCollector):
+        executor.use(MetricsMiddleware(options.metrics_collector))
+    return executor
+
+
+@contextmanager
+def _metrics_counted(options: _Options) -> Iterator[_Options]:
+    """While a server runs, count the calls of its Executor if the options ask for a collector by `True`."""
+    if options.metrics_collector is not True:
+        yield options
+        return
+    collector = MetricsCollector()
+    middleware = MetricsMiddleware(collector)
+    options.executor.use(middleware)
+    try:
+        yield dataclasses.replace(options, metrics_collector=collector)
+    finally:
+        options.executor.remove(middleware)
 
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
@@ -2685,14 +2759,15 @@ def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
     }
 
 
-async def _call_back(callback: Callable[[], Any] | None) -> None:
+async def _run_callback(callback: Callable[[], Any] | None) -> None:
+    """Run `on_startup` or `on_shutdown`, a function or a coroutine function."""
     result = callback() if callback else None
     if inspect.isawaitable(result):
         await result
 
 
-def _announce(bridge: _Bridge, where: str) -> None:
-    """Say that the server accepts, and `where` it does; and what is unusual about it."""
+def _log_start(bridge: _Bridge, address: str) -> None:
+    """Log that the server accepts clients, at what `address`, and what is unusual about it."""
     options = bridge.options
     tools = bridge.catalog.tools
     if not tools:
@@ -2702,14 +2777,15 @@ def _announce(bridge: _Bridge, where: str) -> None:
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     started = "apcore-mcp server started: %d tools registered, transport=%s%s"
-    logger.info(started, len(tools), options.transport, where)
+    logger.info(started, len(tools), options.transport, address)
 
 
 class _Life:
-    """One life of a server, at whatever door: it accepts clients, says so, waits until it is told to end, and closes.
+    """One life of a server, from whichever function: it accepts clients, waits until it is told to end, and closes.
 
-    `started` is done once clients are accepted, with the app where a host serves that (`mounted`), or holds what kept
-    the server from it; what ends it later is raised. `ended` is done from `stop()` on."""
+    `started` is done once clients are accepted. Its result is the app, where another server runs that (`mounted`); its
+    exception is what kept this server from starting. A later error is raised by `run()`. `ended` is done as soon as
+    `stop()` has been called."""
 
     def __init__(self, options: _Options, mounted: bool = False) -> None:
         self._options = options
@@ -2719,21 +2795,22 @@ class _Life:
 
     def stop(self) -> None:
         """Tell it to end, at any time, from any thread or signal handler."""
-        with suppress(InvalidStateError):  # it has been told
+        with suppress(InvalidStateError):  # not for the first time
             self.ended.set_result(None)
 
     async def run(self) -> None:
-        """Accept, announce, wait for the end, close: whatever one step of that raises, the others follow."""
-        options = self._options
+        """Accept clients, log it, wait for the end, close. Every step of closing runs, whatever another one raises."""
         app = None
-        where = ""
+        address = ""
         loop = asyncio.get_running_loop()
-        serving = ended = loop.create_future()
-        # `wrap_future` would do, were it not that a signal handler's result by it does not wake the loop it interrupts.
+        ended = loop.create_future()
+        serving: asyncio.Future[Any] = ended
+        # Not `wrap_future`: its result, set by a signal handler, does not wake the loop that the signal interrupts.
         self.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set_result, None))
         try:
             async with AsyncExitStack() as closing:
-                closing.callback(self.stop)  # before anybody is told of the end: a server may be started again
+                closing.callback(self.stop)  # before `wait()` returns: a server may be started again
+                options = closing.enter_context(_metrics_counted(self._options))
                 bridge = _Bridge(options)
                 closing.push_async_callback(bridge.finish)
                 if self._mounted:
@@ -2742,13 +2819,13 @@ class _Life:
                     serving = await closing.enter_async_context(_serve_stdio(bridge))
                 else:
                     serving = await closing.enter_async_context(_serve_http(bridge))
-                    where = f", at {options.url}"
+                    address = f", at {options.url}"
                     if options.explorer:
-                        where += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
+                        address += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
                 closing.push_async_callback(bridge.finish)
-                _announce(bridge, where)
-                await _call_back(options.on_startup)
-                closing.push_async_callback(_call_back, options.on_shutdown)
+                _log_start(bridge, address)
+                await _run_callback(options.on_startup)
+                closing.push_async_callback(_run_callback, options.on_shutdown)
                 self.started.set_result(app)
                 await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
         except BaseException as error:
@@ -2757,17 +2834,17 @@ class _Life:
             self.started.set_exception(error)
 
     def block(self) -> None:
-        """Run on an event loop of its own, to the end."""
+        """Run to the end, on an event loop of its own."""
         loop = asyncio.new_event_loop()
         loop.set_default_executor(_threads(os.getpid()))
         running = loop.create_task(self.run())
         try:
             while not running.done():
-                # asyncio lets these out of whatever task raises them; out of a module's, they are its own affair.
+                # asyncio lets these out of any task that raises them. A module that does so may not end the server.
                 with suppress(SystemExit, KeyboardInterrupt):
                     loop.run_until_complete(running)
         finally:
-            tasks = asyncio.all_tasks(loop)  # as `asyncio.run` ends, but not waiting for what does not want to
+            tasks = asyncio.all_tasks(loop)  # as `asyncio.run` does, but without waiting for one that never ends
             for task in tasks:
                 task.add_done_callback(_silence)
                 task.cancel()
@@ -2777,7 +2854,7 @@ class _Life:
 
 
 def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Callable[P, T]:
-    """Give a function of `_Options` the options themselves as its parameters, checked before it is entered."""
+    """Give a function of `_Options` the options as its parameters, for completion and `help()`; checked first."""
 
     @functools.wraps(enter)
     def door(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -2785,6 +2862,21 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
 
     vars(door)["__signature__"] = inspect.signature(options).replace(return_annotation=enter.__annotations__["return"])
     return door
+
+
+def _constructor(
+    options: Callable[P, _Options], construct: Callable[[Any, _Options], None]
+) -> Callable[Concatenate[Any, P], None]:
+    """The same for a constructor."""
+
+    @functools.wraps(construct)
+    def constructor(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        construct(self, _options_of(type(self).__name__, *args, **kwargs))
+
+    instance, *_ = inspect.signature(construct).parameters.values()
+    parameters = [instance, *inspect.signature(options).parameters.values()]
+    vars(constructor)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    return constructor
 
 
 @functools.partial(_door, _Options)
@@ -2796,20 +2888,20 @@ async def async_serve(options: _Options) -> AsyncIterator[Starlette]:
             fastapi_app.mount("/tools", app)      # its MCP endpoint is then /tools/mcp
 
     Mount the app or run it under any ASGI server; it needs no lifespan of its own. `transport="sse"` gives `/sse` and
-    `/messages/`, anything else `/mcp`. `host` and `port` are not listened on, but decide with `allowed_hosts` which
-    Host headers are accepted: name the public ones. All else is as for `serve()`."""
+    `/messages/`, anything else `/mcp`. Nothing listens on `host` and `port`, but together with `allowed_hosts` they
+    decide which Host headers are accepted: name the public ones. All else is as for `serve()`."""
     from anyio import CancelScope
 
     if options.transport == "stdio":
-        options.transport = "streamable-http"
-        options.check()  # the address counts now
+        options = dataclasses.replace(options, transport="streamable-http")  # for which the address is checked
     life = _Life(options, mounted=True)
-    running = asyncio.create_task(life.run())  # what it opens may be closed by no other task; a host may use two for us
+    # A task of its own: what `run()` opens only the same task may close, and a test fixture enters and leaves in two.
+    running = asyncio.create_task(life.run())
     try:
         yield await asyncio.shield(asyncio.wrap_future(life.started))
     finally:
         life.stop()
-        with CancelScope(shield=True):  # also where the host is being cancelled
+        with CancelScope(shield=True):  # also while the host is being cancelled
             await running
 
 
@@ -2817,16 +2909,17 @@ class MCPServer:
     """A server in a thread of its own, beside the rest of a program: `MCPServer(registry, transport=..., port=...)`.
 
     Takes the options of `serve()` and checks them at once. Every method may be called from any thread, though not
-    `start()` from two at once, and a server that has ended can be started again. Source: tech design 6.10."""
+    `start()` from two at once, and a server that has ended can be started again."""
 
-    def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
-        self._options = _options_of("MCPServer", registry_or_executor, **options)
+    @functools.partial(_constructor, _Options)
+    def __init__(self, options: _Options) -> None:
+        self._options = options
         self._life = _Life(self._options)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Return once the server accepts clients; nothing happens when it does already. Raises what keeps it from
-        starting, as `serve()` would: OSError for a port in use, what `on_startup` raised."""
+        """Start the server and return once it accepts clients, at once if it already does. Raises what keeps it from
+        starting, as `serve()` would: OSError for a port in use, whatever `on_startup` raised."""
         if self._thread is None or self._life.ended.done():
             self.wait()
             self._life = _Life(self._options)
@@ -2853,11 +2946,12 @@ def serve(options: _Options) -> None:
         serve(registry)                                           # stdio, for a client that starts this program
         serve(registry, transport="streamable-http", port=8000)   # http://127.0.0.1:8000/mcp
 
-    Give an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
-    SIGTERM, or when a stdio client has gone, with running calls given 5 seconds. `on_startup` runs once clients are
-    accepted, `on_shutdown` before they no longer are; both may be coroutine functions. `apcore-mcp --help` describes
-    each option; all are checked before anything starts. TypeError for a wrong type, ValueError for a value that is not
-    allowed, OSError for a port in use; RuntimeError in a running event loop. Source: SRS FR-SERVER-001 to -011."""
+    Pass an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
+    SIGTERM, or when a stdio client has gone, once running calls have ended or had 5 seconds to. `on_startup` runs as
+    soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
+    `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
+    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
+    Source: FR-SERVER-001 to -011."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # there is none
@@ -2867,14 +2961,15 @@ def serve(options: _Options) -> None:
     life = _Life(options)
 
     def handle(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the next one ends the process as if nobody had asked
+        signal.signal(number, signal.SIG_DFL)  # so that a second one ends the process at once
         life.stop()
 
     with ExitStack() as former:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 former.callback(signal.signal, number, signal.signal(number, handle))
-            if sys.platform != "win32":  # what a module forks nobody here would end, and 3.13 might never see a signal
+            # A process that a module forks has no server to end, and under Python 3.13 it might ignore the signal.
+            if sys.platform != "win32":
                 os.register_at_fork(after_in_child=former.close)
         life.block()
     life.started.result()

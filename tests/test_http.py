@@ -703,6 +703,17 @@ async def test_metrics_that_are_asked_for_count_the_calls_of_an_executor_too() -
         assert SUCCESS + "3" in (await client.get("/metrics")).text.splitlines()
 
 
+async def test_an_executor_counts_calls_only_while_a_server_that_was_asked_to_runs() -> None:
+    """Two servers that never start leave nothing on the user's Executor, nor does one that has ended."""
+    executor = Executor(registry_of({"t.echo": echo}))
+    for _ in range(2):
+        MCPServer(executor, metrics_collector=True)
+    assert executor.middlewares == []
+    async with asgi_client(executor, metrics_collector=True):
+        assert len(executor.middlewares) == 1
+    assert executor.middlewares == []
+
+
 async def test_a_disabled_module_is_listed_and_says_what_it_is() -> None:
     """apcore's registry keeps it, and tells nobody who has only the Executor when it is disabled and enabled."""
     toggled = ToggleState()
