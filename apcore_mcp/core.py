@@ -1,11 +1,14 @@
 """The bridge: apcore modules in, an MCP server or OpenAI tool definitions out.
 
-The file reads top to bottom; each room uses only what stands above it, and `grep '^# ----'` lists the rooms.
+The file reads top to bottom. Each section uses only what stands above it, and `grep '^# ----'` lists the sections.
 
-Promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad module never
-takes the others down. What a client is told contains no traceback, path, class name, caller or sensitive value. Nothing
-of apcore, of the SDK or of a user's classes is patched. The server parts of `mcp` are imported where they are used: who
-only wants OpenAI definitions does not wait for an HTTP stack.
+It keeps these promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One bad
+module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a client. Nothing
+of apcore, of the MCP SDK or of a user's classes is patched. The server parts of `mcp` are imported where they are used,
+so that a program that only wants OpenAI definitions does not load an HTTP stack.
+
+Ids such as FR-EXEC-002 and F-013 name the requirements that the project was specified by; the tests carry them too:
+`grep -rA3 '"FR-EXEC-002"' tests` finds what proves one.
 """
 
 from __future__ import annotations
@@ -122,10 +125,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("apcore_mcp")
 
 MCP_PROGRESS_KEY = "_mcp_progress"
-"""Where `context.data` holds the call's progress sender (SRS FR-EXT-003)."""
+"""The key of the function in `context.data` that sends the call's progress (FR-EXT-003)."""
 
 MCP_ELICIT_KEY = "_mcp_elicit"
-"""Where `context.data` holds the call's way to ask its user (SRS FR-EXT-003)."""
+"""The key of the function in `context.data` that asks the user of the call (FR-EXT-003)."""
 
 JSONObject = dict[str, Any]
 JSONSchema = JSONObject
@@ -134,12 +137,12 @@ T = TypeVar("T")
 
 
 def _text_of(value: object) -> str:
-    """What a module made for people to read, as text that JSON can say: without half of a surrogate pair."""
+    """A text of a module's for people to read, as JSON can carry it: half of a surrogate pair becomes `?`."""
     return str(value).encode(errors="replace").decode()
 
 
 def _one_line(text: str) -> str:
-    """`text` as Python writes it: nothing in it breaks its line, hides or turns around what follows."""
+    """`text` with escapes for line breaks, control characters and characters that reverse what follows them."""
     return repr(text)[1:-1]
 
 
