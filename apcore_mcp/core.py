@@ -3,9 +3,9 @@
 The file reads top to bottom. Each section uses only what stands above it, and `grep '^# ----'` lists the sections.
 
 It keeps these promises. Every call goes through apcore's Executor, and only tools that are listed can be called. One
-bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a client. Nothing
-of apcore, of the MCP SDK or of a user's classes is patched. The server parts of `mcp` are imported where they are used,
-so that a program that only wants OpenAI definitions does not load an HTTP stack.
+bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a client.
+Nothing of apcore, of the MCP SDK or of a user's classes is patched. The server parts of `mcp` are imported where they
+are used, so that a program that only wants OpenAI definitions does not load an HTTP stack.
 
 Ids such as FR-EXEC-002 and F-013 name the requirements that the project was specified by; the tests carry them too:
 `grep -rA3 '"FR-EXEC-002"' tests` finds what proves one.
