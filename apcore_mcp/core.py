@@ -643,6 +643,7 @@ _CLIENTS_WITHOUT_DOTS = re.compile(  # how `clientInfo.name` begins where one na
     r"|JetBrains-\w+-copilot"  # Copilot in JetBrains' IDEs: microsoft/copilot-intellij-feedback, issue 1583
 )
 _ALIAS = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PAGE_MEDIA_TYPE = "text/html;profile=mcp-app"  # MCP Apps, SEP-1865, the specification of 2026-01-26
 
 
 def _portable_name(module_id: str) -> str:
@@ -669,8 +670,9 @@ _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hi
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
-    The description is that of apcore's display overlay (in the metadata, or the `display` of a function or a binding)
-    or the module's, and a paragraph for what else is there for agents each. `alias` is what the overlay calls it."""
+    The description is that of apcore's display overlay (in the metadata, or the `display` of an `@module` function)
+    or the module's, and a paragraph for what else is there for agents each. `alias` is what the overlay calls it, and
+    `page` the HTML in which hosts of MCP Apps show its results ("" without one)."""
 
     def __init__(self, descriptor: ModuleDescriptor, display: Any) -> None:
         self._descriptor = descriptor
@@ -681,6 +683,9 @@ class _AnnotationMapper:
         with suppress(KeyError, TypeError):  # in apcore's metadata any word may mean anything
             overlay = {**(metadata.get("display") or display)["mcp"]}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
+        page = overlay.get("page")
+        self.page = _text_of(page) if isinstance(page, str) else ""
+        self.page_uri = f"ui://{descriptor.module_id}"
         paragraphs = [overlay.get("description") or descriptor.description]
         advice = {"Guidance": overlay.get("guidance")}
         for title in _FOR_AGENTS:
@@ -698,6 +703,8 @@ class _AnnotationMapper:
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
         flags = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta = {**flags, "apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
+        if self.page:
+            meta["ui"] = {"resourceUri": self.page_uri}
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
@@ -751,8 +758,7 @@ class _Tool:
         said = to_json(self.output_schema)
         is_exact = isinstance(declared, _Model) and _DECIMAL.search(said)
         self.has_numbers = b'"number"' in said and not is_exact
-        uri = f"docs://{self.module_id}"
-        self.resource = {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": "text/plain"}
+        self.resources = self._resources()
 
     def _outputs(self, forms: list[JSONSchema]) -> list[JSONSchema]:
         """What is known of results in each of their `forms`; nothing where one refers to itself (SRS FR-SCHEMA-005)."""
@@ -763,6 +769,23 @@ class _Tool:
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return []
+
+    def _resources(self) -> list[tuple[JSONObject, JSONObject]]:
+        """The tool's documentation (SRS FR-RESOURCE-001) and its page (MCP Apps), each as `resources/list` describes it
+        and as `resources/read` sends it."""
+        resources = []
+        if self.documentation:
+            description = self._resource(f"docs://{self.module_id}", "text/plain")
+            resources.append((description, {**description, "text": self.documentation}))
+        if self.about.page:
+            description = self._resource(self.about.page_uri, _PAGE_MEDIA_TYPE)
+            # Stated, because hosts differ in what they do without it.
+            with_border = {"_meta": {"ui": {"prefersBorder": True}}}
+            resources.append((description, {**description, "text": self.about.page, **with_border}))
+        return resources
+
+    def _resource(self, uri: str, media_type: str) -> JSONObject:
+        return {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": media_type}
 
     def definition(self, names: str) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011), with `names` as the option `tool_names`."""
@@ -2126,6 +2149,7 @@ _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on stdio as the
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
+_APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
 class _Activity(asyncio.Queue[None]):
@@ -2178,6 +2202,7 @@ class _Bridge:
             self._count_request,
             self._hide_unexpected_errors,
             self._declare_list_changed,
+            self._declare_apps,
             self._fill_in_tools,
             RequestStateBoundary(security, default_audience=options.name),
         ]
@@ -2243,6 +2268,16 @@ class _Bridge:
                 result["capabilities"][capability]["listChanged"] = can_notify
         return result
 
+    async def _declare_apps(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Tell a client that there are MCP Apps, as long as any tool has a page.
+
+        `Server.extensions` is for what holds as long as the server runs: on stdio it is read once, at the start."""
+        result: Any = await call_next(ctx)
+        is_greeting = ctx.method in ("initialize", "server/discover")
+        if is_greeting and any(tool.about.page for tool in self.catalog.tools.values()):
+            result["capabilities"]["extensions"] = {_APPS_EXTENSION: {}}
+        return result
+
     async def _fill_in_tools(self, ctx: RequestContext, call_next: CallNext) -> Any:
         """Put the tools into the result of `tools/list`, behind the SDK's validation of results: for 1,000 tools that
         takes six times as long as everything else, and the catalog holds nothing that is not valid."""
@@ -2266,15 +2301,16 @@ class _Bridge:
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         tools = await self._offered(ctx)
-        return {"resources": [tool.resource for tool in tools if tool.documentation], **_FRESH}
+        return {"resources": [description for tool in tools for description, _ in tool.resources], **_FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
         return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: ReadResourceRequestParams) -> Any:
         for tool in await self._offered(ctx):
-            if tool.documentation and tool.resource["uri"] == params.uri:
-                return {"contents": [{**tool.resource, "text": tool.documentation}], **_FRESH}
+            for description, content in tool.resources:
+                if description["uri"] == params.uri:
+                    return {"contents": [content], **_FRESH}
         code = -32602 if ctx.protocol_version >= _MODERN else -32002
         raise _protocol_error(code, "Resource not found", {"uri": params.uri})
 

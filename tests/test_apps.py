@@ -1,0 +1,161 @@
+"""A page of a tool's own (MCP Apps, the extension `io.modelcontextprotocol/ui`): where an author writes it, and what
+clients are told of it. How the Explorer shows it is in test_apps_page.py, and other hosts are in interop/.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apcore import ACL, ACLRule, Executor
+from conftest import HANDSHAKE, MODERN, RawClient, connect, echo, registry_of
+from mcp.client import Client
+from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
+from mcp.shared.exceptions import MCPError
+from support import enveloped, gives, text_of
+
+from apcore_mcp import discover
+
+PAGE = "<!doctype html>\r\n<title>Ü \u2028 \U0001f600</title>\n<p title='\"&amp;\\'>\t\0</p>"
+PAGE += "<script>'</script>'</script>\n\n"
+
+
+def overlay(page: Any) -> dict[str, Any]:
+    return {"display": {"mcp": {"page": page}}}
+
+
+def meta_of(tool: Any) -> Any:
+    return (tool.meta or {}).get("ui")
+
+
+async def resources(client: Client) -> list[str]:
+    return [resource.uri for resource in (await client.list_resources()).resources]
+
+
+def extensions(client: Client) -> Any:
+    """What the server says that it has beside MCP itself."""
+    return client.server_capabilities.extensions or {}
+
+
+@pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
+async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
+    module = gives({"n": 1}, metadata=overlay(PAGE), name="Draw", documentation="How to draw.")
+    async with connect({"image.draw": module, "plain": echo}, mode=mode) as client:
+        assert extensions(client) == {EXTENSION_ID: {}}
+        tool, plain = (await client.list_tools()).tools
+        assert (meta_of(tool), meta_of(plain)) == ({"resourceUri": "ui://image.draw"}, None)
+        listed = {resource.uri: resource for resource in (await client.list_resources()).resources}
+        assert [*listed] == ["docs://image.draw", "ui://image.draw"]
+        about = listed["ui://image.draw"]
+        assert (about.name, about.title, about.mime_type) == ("image.draw", "Draw", APP_MIME_TYPE)
+        (read,) = (await client.read_resource(about.uri)).contents
+        assert (read.uri, read.mime_type, read.text) == (about.uri, APP_MIME_TYPE, PAGE), "byte for byte"
+        assert (read.meta or {})["ui"] == {"prefersBorder": True}
+        result = await client.call_tool("image.draw", {})
+        assert (text_of(result), result.structured_content) == ('{"n":1}', {"n": 1}), "as without a page"
+        with pytest.raises(MCPError, match="Resource not found"):
+            await client.read_resource("ui://plain")
+
+
+@pytest.mark.parametrize("page", ["", None, 5, b"<p>", ["<p>"], {"html": "<p>"}], ids=repr)
+async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served(page: Any) -> None:
+    async with connect({"image.draw": gives({"n": 1}, metadata=overlay(page))}, mode="auto") as client:
+        assert extensions(client) == {}
+        (tool,) = (await client.list_tools()).tools
+        assert meta_of(tool) is None
+        assert await resources(client) == []
+        assert (await client.call_tool("image.draw", {})).structured_content == {"n": 1}
+
+
+async def test_half_of_a_surrogate_pair_in_a_page_harms_nobody(mode: str) -> None:
+    async with connect({"image.draw": gives({}, metadata=overlay("<p>\ud800"))}, mode=mode) as client:
+        (read,) = (await client.read_resource("ui://image.draw")).contents
+        assert read.text == "<p>?"
+
+
+async def test_a_page_comes_and_goes_with_its_module(mode: str) -> None:
+    registry = registry_of({"plain": echo})
+    async with connect(registry, mode=mode) as client:
+        assert await resources(client) == []
+        registry.register("late", gives({}, metadata=overlay(PAGE)))
+        assert await resources(client) == ["ui://late"]
+        registry.unregister("late")
+        registry.register("late", gives({}, metadata=overlay(PAGE + "2")))
+        (read,) = (await client.read_resource("ui://late")).contents
+        assert read.text == PAGE + "2"
+        registry.unregister("late")
+        assert await resources(client) == []
+        with pytest.raises(MCPError, match="Resource not found"):
+            await client.read_resource("ui://late")
+
+
+async def test_a_page_is_offered_to_whom_its_tool_is_offered(mode: str) -> None:
+    modules = {name: gives({}, metadata=overlay(f"<p>{name}")) for name in ("door.open", "vault.open")}
+    acl = ACL([ACLRule(callers=["@external"], targets=["door.*"], effect="allow")], default_effect="deny")
+    async with connect(Executor(registry_of(modules), acl=acl), mode=mode) as client:
+        assert await resources(client) == ["ui://door.open"]
+        with pytest.raises(MCPError, match="Resource not found"):
+            await client.read_resource("ui://vault.open")
+
+
+AUTHORED = {
+    "by_class.py": """
+from pydantic import BaseModel
+
+class Nothing(BaseModel):
+    pass
+
+class Draw:
+    description = "Draws"
+    input_schema = output_schema = Nothing
+    metadata = {"display": {"mcp": {"page": "<p>class"}}}
+
+    def execute(self, inputs, context):
+        return {}
+""",
+    "by_function.py": """
+from apcore.decorator import module
+
+@module(display={"mcp": {"page": "<p>function"}})
+def draw() -> dict:
+    return {}
+""",
+    "_work.py": "def draw() -> dict:\n    return {}\n",
+    "by_binding.binding.yaml": """
+spec_version: "1.0"
+bindings:
+  - module_id: by_binding.draw
+    target: "_work:draw"
+    auto_schema: true
+    metadata:
+      display:
+        mcp:
+          page: |
+            <p>binding
+""",
+}
+
+
+async def test_an_author_writes_it_in_the_display_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in AUTHORED.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with connect(discover(str(tmp_path))) as client:
+        pages = {}
+        for tool in (await client.list_tools()).tools:
+            (read,) = (await client.read_resource(meta_of(tool)["resourceUri"])).contents
+            pages[tool.name.split(".")[0]] = read.text.strip()
+    assert pages == {"by_class": "<p>class", "by_function": "<p>function", "by_binding": "<p>binding"}
+
+
+@pytest.mark.parametrize("version", ["2024-11-05", "2025-06-18", "2025-11-25", MODERN])
+def test_the_extension_is_advertised_in_every_protocol_version_on_stdio(tmp_path: Path, version: str) -> None:
+    (tmp_path / "by_class.py").write_text(AUTHORED["by_class.py"])
+    with RawClient([sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(tmp_path)]) as client:
+        if version == MODERN:
+            result = client.request("server/discover", enveloped(None))["result"]
+        else:
+            result = client.initialize(version=version)["result"]
+    assert result["capabilities"]["extensions"] == {EXTENSION_ID: {}}
