@@ -66,6 +66,7 @@ from apcore import (
     ACL,
     APCore,
     Config,
+    ExecutionPolicy,
     Executor,
     FunctionModule,
     ModuleAnnotations,
@@ -1964,16 +1965,31 @@ _APPROVERS = {  # who decides about the calls of a server, by its `approval=`; w
 
 
 class _ApprovalGate(BuiltinApprovalGate):
-    """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler.
+    """An Executor's approval gate, which lets the server of a call decide where the Executor has no handler of its own.
 
-    Everything else is up to the gate behind this one, whose state it shares, so that a handler or a policy that either
-    is given later counts. What a person takes to decide does not count against the call."""
-
-    __slots__ = ("_gate",)
+    Everything else is up to the `gate` behind it: what apcore's Executor tells or asks this one, it tells or asks that
+    one, so that a handler or a policy which is set later on either counts. A call that came through no server is that
+    gate's alone. The time that a person takes to decide does not count against the call."""
 
     def __init__(self, gate: BuiltinApprovalGate) -> None:
+        super().__init__()
         self._gate = gate
-        cast(Any, self).__dict__ = vars(gate)
+        self.name = gate.name
+        self.timeout_ms = gate.timeout_ms
+
+    def set_handler(self, handler: ApprovalHandler | None) -> None:
+        self._gate.set_handler(handler)
+
+    def set_policy(self, policy: ExecutionPolicy | None) -> None:
+        self._gate.set_policy(policy)
+
+    @property
+    def handler(self) -> ApprovalHandler | None:
+        return self._gate.handler
+
+    @property
+    def policy(self) -> ExecutionPolicy | None:
+        return self._gate.policy
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         call = _call_of(ctx.context)
@@ -1981,7 +1997,7 @@ class _ApprovalGate(BuiltinApprovalGate):
             return await self._gate.execute(ctx)
         gate = self._gate
         if gate.handler is None:
-            gate = copy.copy(gate)  # other servers, and other calls at the same time, have the same one
+            gate = copy.copy(gate)  # the handler is this call's, and the gate everybody's
             approval = call.options.approval
             if approval == "auto" and gate.policy is not None and gate.policy.strict:
                 approval = "require"  # apcore itself would let nothing through

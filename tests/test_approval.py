@@ -318,6 +318,41 @@ async def test_a_gate_of_the_users_own_stays_what_it_is_and_who_holds_it_decides
     assert passed == ["wipe", "purge", "wipe"]
 
 
+async def test_a_gate_of_the_users_own_hears_what_its_executor_is_given_and_says_what_it_has() -> None:
+    """Also a gate that keeps its handler in a way of its own, behind apcore's two public names for it."""
+
+    class Gate(BuiltinApprovalGate):
+        on_duty: Any = None
+
+        def set_handler(self, handler: Any) -> None:
+            self.on_duty = handler
+
+        @property
+        def handler(self) -> Any:
+            return self.on_duty
+
+        async def execute(self, ctx: Any) -> Any:
+            super().set_handler(self.on_duty)
+            return await super().execute(ctx)
+
+    registry = registry_of({"wipe": guarded([])})
+    strategy, gate, policy = build_standard_strategy(registry=registry), Gate(), ExecutionPolicy(strict=True)
+    gate.timeout_ms = 60_000
+    strategy.replace("approval_gate", gate)
+    executor = Executor(registry, strategy=strategy)
+    async with connect(executor, approval="deny") as client:
+        assert await outcome_of(client, "wipe") == DENIED
+        assert (gate.on_duty, executor.governance_state().approval_handler_configured) == (None, False)
+        executor.set_approval_handler(AutoApproveHandler())
+        executor.set_policy(policy)
+        assert (type(gate.on_duty), gate.policy) == (AutoApproveHandler, policy)
+        state = executor.governance_state()
+        assert state.approval_handler_configured
+        (step,) = [step for step in executor.current_strategy.steps if step.name == "approval_gate"]
+        assert getattr(step, "timeout_ms", 0) == 60_000
+        assert await outcome_of(client, "wipe") == '{"ran":true}'
+
+
 async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() -> None:
     async def callback(context: Any, params: Any) -> ElicitResult:
         await asyncio.sleep(0.3)
