@@ -17,12 +17,12 @@ from typing import Any
 from . import __version__
 from .core import (
     _EXPORTS,
+    _STANDARD_STREAMS,
     _export,
     _files_of,
     _folder,
     _Options,
     _options_of,
-    _standard_streams,
     _take_standard_streams,
     serve,
 )
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if checked.transport == "stdio":
                 if os.isatty(0):
                     print(_AT_A_TERMINAL, file=sys.stderr)
-                _standard_streams()
+                _STANDARD_STREAMS.take()
             _files_of(registry).update()
             serve(registry, **options)
             return 0

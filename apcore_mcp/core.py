@@ -2160,7 +2160,6 @@ class _ExecutionRouter:
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 _SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
-_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # one message of a client, on stdio as the SDK allows over HTTP
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
@@ -2168,21 +2167,36 @@ _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not rea
 _APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
-class _Activity(asyncio.Queue[None]):
-    """What has been asked and not answered yet, as a queue counts it: `join()` waits until that is nothing."""
+class _Activity:
+    """How many requests have been read and are not settled yet, by an answer or by their cancellation."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def begin(self) -> None:
-        """Count one more, until `task_done()`."""
-        self.put_nowait(None)
-        self.get_nowait()
+        """Count one more request, until `end()`."""
+        self._count += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        """A request that was counted is settled."""
+        self._count -= 1
+        if self._count == 0:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until every request that was counted is settled."""
+        await self._idle.wait()
 
 
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
-    It lives from its construction to `finish()`. Once it has a `deadline` it refuses new requests; `activity` says when
-    the running ones have been answered. Clients hear of changed lists: those of the handshake versions on their
-    connection, those of 2026-07-28 on the streams that they listen on."""
+    It lives from its construction to `finish()`. Once it has a `deadline`, the transports refuse new requests;
+    `activity` says when the running ones have been answered. Clients hear of changed lists: those of the handshake
+    versions on their connection, those of 2026-07-28 on the streams that they listen on."""
 
     def __init__(self, options: _Options) -> None:
         from mcp.server.lowlevel import Server
@@ -2235,26 +2249,24 @@ class _Bridge:
         self._listener.close()
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
-                await self.activity.join()
+                await self.activity.wait_idle()
             for call in self.router.running:
                 call.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
-                await self.activity.join()
+                await self.activity.wait_idle()
             for each in self.endless:
                 each.cancel()
 
     # Server middleware, outermost first; the SDK's own handling of a request is innermost.
 
     async def _count_request(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Refuse requests once the server is told to end, and count those that it waits for then."""
+        """Count the requests that the end of the server waits for."""
         is_notification = ctx.request_id is None
         if is_notification:
             return await call_next(ctx)
-        if self.deadline:
-            raise _protocol_error(-32000, "Server is shutting down")
         self.activity.begin()
         # Not at the end of this function: the answer is only handed over when the request's own task ends.
-        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.task_done())
+        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
         return await call_next(ctx)
 
     async def _hide_unexpected_errors(self, ctx: RequestContext, call_next: CallNext) -> Any:
@@ -2339,6 +2351,8 @@ class _Bridge:
         # The SDK promises whatever is left in here.
         params.notifications.prompts_list_changed = None
         params.notifications.resource_subscriptions = None
+        if self.deadline:  # `finish()` has closed the streams that there were: close this one as soon as it is open
+            asyncio.get_running_loop().call_soon(self._listener.close)
         return await self._listener(ctx, params)
 
     async def _notify_of_changes(self) -> None:
@@ -2452,6 +2466,8 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
+_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # the body of one request, as the SDK allows
+
 # A Host header in lower case: a name, or this machine's own or an address (of "a@b", b would be the host).
 _HOST = re.compile(r"((localhost|\d+(?:\.\d+){3}|\[[\w:.%]+\])|[\w.-]*)(:\d+)?", re.ASCII)
 _LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
@@ -2503,7 +2519,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
             pass
         finally:
             if is_awaited:
-                bridge.activity.task_done()
+                bridge.activity.end()
 
     return guarded
 
@@ -2623,29 +2639,42 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
 # ---- stdio: pipes, and who owns the standard streams ----
 
-_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # answers left unread before a client is made to wait; some send all calls first
+_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, as a client may send thousands of calls before it reads one
 
 
 def _take_standard_streams() -> tuple[int, int]:
-    """Take fd 0 and fd 1 for the protocol, as private duplicates that nobody else reads or writes.
+    """Take stdin and stdout for the protocol: two private file descriptors that nothing else reads or writes.
 
-    From then on fd 0 is at its end and fd 1 is stderr: whatever modules, C code or child processes print misses the
-    protocol, and so does what Python and C still hold. RuntimeError when the process has no standard streams."""
-    if sys.__stdin__ is None or sys.__stdout__ is None:  # the numbers may long mean something else
+    From then on fd 0 is at its end and fd 1 is stderr, so that nothing that modules, C code or child processes print
+    can reach the client. RuntimeError when the process was started without these streams."""
+    if sys.__stdin__ is None or sys.__stdout__ is None:  # 0 and 1 may be files that were opened since
         raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
-    wire = os.dup(0), os.dup(1)
+    duplicates = os.dup(0), os.dup(1)
     with open(os.devnull, "r+b", 0) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno() if sys.__stderr__ is None else 2, 1)
     sys.__stdout__.reconfigure(line_buffering=True)
-    return wire
+    return duplicates
 
 
-_standard_streams = functools.cache(_take_standard_streams)  # for good; at the command line, before the first module
+class _StandardStreams:
+    """The standard streams of this process, taken once and for good: the servers that it starts share them."""
+
+    def __init__(self) -> None:
+        self._duplicates: tuple[int, int] | None = None
+
+    def take(self) -> tuple[int, int]:
+        """Take them now; on the command line that is before the first module is imported, which may print."""
+        if self._duplicates is None:
+            self._duplicates = _take_standard_streams()
+        return self._duplicates
+
+
+_STANDARD_STREAMS = _StandardStreams()
 
 
 def _copy(source: Any, sink: Any) -> None:
-    """Until either end is gone, which a terminal tells by an error."""
+    """Copy bytes until either end is closed, which a terminal reports as an error."""
     with suppress(OSError), source, sink:
         while data := source.read(65_536):
             sink.write(data)
@@ -2654,28 +2683,36 @@ def _copy(source: Any, sink: Any) -> None:
 
 @asynccontextmanager
 async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
-    """The standard streams as files that the event loop can wait for: sockets in the place of what it cannot wait for
-    (a terminal, a file, Windows' pipes), with threads that copy."""
-    wire = [os.dup(fd) for fd in _standard_streams()]
-    source, sink = os.fdopen(wire[0], "rb", 0), os.fdopen(wire[1], "wb")
-    facts = [os.fstat(fd) for fd in wire]
-    kinds = {stat.S_IFMT(each.st_mode) for each in facts}
-    # Of one socket for both directions, asyncio would take the input for the end of the output.
-    if sys.platform != "win32" and kinds <= {stat.S_IFIFO, stat.S_IFSOCK} and not os.path.samestat(*facts):
+    """stdin and stdout as files that the event loop can wait for.
+
+    Pipes and sockets are used as they are. It cannot wait for a terminal, a file or a pipe of Windows: threads copy
+    between these and sockets."""
+    duplicates = [os.dup(fd) for fd in _STANDARD_STREAMS.take()]
+    source, sink = os.fdopen(duplicates[0], "rb", 0), os.fdopen(duplicates[1], "wb")
+    statuses = [os.fstat(fd) for fd in duplicates]
+    kinds = {stat.S_IFMT(status.st_mode) for status in statuses}
+    # Where one socket serves both directions, asyncio would take arriving input for the reader's end being closed.
+    if sys.platform != "win32" and kinds <= {stat.S_IFIFO, stat.S_IFSOCK} and not os.path.samestat(*statuses):
         yield source, sink
         return
     loop = asyncio.get_running_loop()
     incoming, filled = socket.socketpair()
     outgoing, drained = socket.socketpair()
-    with filled, drained:  # open until these files are closed
+    with filled, drained:  # each stays open until the file that is made of it is closed, too
         loop.run_in_executor(None, _copy, source, filled.makefile("wb"))
         writing = loop.run_in_executor(None, _copy, drained.makefile("rb", 0), sink)
     yield incoming, outgoing
     await asyncio.wait([writing], timeout=1)
 
 
+def _error_line(request_id: str | int | None, code: int, message: str) -> bytes:
+    """A JSON-RPC error as a line; in ASCII, as an id may hold half of a surrogate pair."""
+    error = {"code": code, "message": message}
+    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode() + b"\n"
+
+
 def _refusal(line: bytes) -> bytes:
-    """What a line that is no message is answered, under its id where one can be made out."""
+    """The answer to a line that is no message, under the id of its request where one can be made out."""
     request_id = None
     code = -32700
     with suppress(ValueError, RecursionError):
@@ -2683,58 +2720,100 @@ def _refusal(line: bytes) -> bytes:
         code = -32600
         if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
             request_id = decoded["id"]
-    error = {"code": code, "message": f"Not a single JSON-RPC message of at most {_MESSAGE_MAX_BYTES} bytes"}
-    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode() + b"\n"
+    return _error_line(request_id, code, "Not a single JSON-RPC message")
+
+
+class _StdioOutput:
+    """The write stream that the SDK's `Server.run` takes: each message becomes a line of `writer`.
+
+    Closing it does nothing: `_serve_stdio` closes the writer, once the client has had time to read."""
+
+    def __init__(self, writer: asyncio.StreamWriter, activity: _Activity) -> None:
+        self._writer = writer
+        self._activity = activity
+
+    async def send(self, item: SessionMessage) -> None:
+        from mcp_types import JSONRPCError, JSONRPCResponse
+
+        # No name for the text, or it would be kept while it is written: large lists would take a third longer.
+        self._writer.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+        try:
+            with suppress(OSError):  # the client has gone
+                await self._writer.drain()
+        finally:
+            if isinstance(item.message, JSONRPCResponse | JSONRPCError):
+                self._activity.end()
+
+    async def aclose(self) -> None:
+        pass
+
+    async def __aenter__(self) -> _StdioOutput:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def _stdio_messages(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: _Bridge
+) -> AsyncIterator[SessionMessage]:
+    """The read stream that the SDK's `Server.run` takes: a message for each line, and then the end of the server.
+
+    A line that is no message is answered with an error here: the SDK would drop it, and its sender wait for ever. A
+    request counts from now on until `_StdioOutput` has written its answer, or its client has cancelled it."""
+    from mcp.shared.message import ServerMessageMetadata, SessionMessage
+    from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
+
+    async def settle_unanswered() -> None:
+        bridge.activity.end()
+
+    metadata = ServerMessageMetadata(on_request_unanswered=settle_unanswered)
+    while not reader.at_eof():
+        line = await reader.readline()
+        if not line.strip():
+            continue
+        try:
+            message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+        except ValueError:
+            writer.write(_refusal(line))
+            continue
+        if isinstance(message, JSONRPCNotification) and "id" in from_json(line):  # a request whose id is no id
+            writer.write(_refusal(line))
+        elif not isinstance(message, JSONRPCRequest):
+            yield SessionMessage(message)
+        elif bridge.deadline:
+            writer.write(_error_line(message.id, -32000, "Server is shutting down"))
+        else:
+            bridge.activity.begin()
+            yield SessionMessage(message, metadata)
+    await bridge.finish()
 
 
 @asynccontextmanager
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve whoever holds the other ends of stdin and stdout. Yields a task that ends when they have gone.
+    """Serve the client at the other ends of stdin and stdout. Yields a task that ends when the client has gone.
 
-    With pipes and sockets, no thread stands between a client and its answer. A client that reads no more has gone, so
-    its input ends too. When the input ends, what has been asked is still answered, for 5 seconds at most; then the
-    client is given a second to read it."""
-    from mcp.shared.message import SessionMessage
-    from mcp_types import jsonrpc_message_adapter
-
-    async def send(item: SessionMessage) -> None:
-        # Nothing keeps the text while it is drained: large lists would take a third longer.
-        writer.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-        with suppress(OSError):  # the client has gone
-            await writer.drain()
-
-    async def messages() -> AsyncIterator[SessionMessage]:
-        """A line that is no message is answered: the SDK would drop it, and its sender wait for ever."""
-        while not reader.at_eof():
-            line = b""  # what is known of one that is too long; its rest follows as another
-            try:
-                line = await reader.readline()
-                if line.strip():
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    if not hasattr(message, "id") and "id" in json.loads(line):
-                        raise ValueError("It is no id, or this would be a request")
-                    yield SessionMessage(message)
-            except ValueError:
-                writer.write(_refusal(line))
-        for _ in range(10):  # turns of the event loop, in which what has been read is begun
-            await asyncio.sleep(0)
-        await bridge.finish()
-
+    With pipes and sockets, no thread stands between a client and its answer. A client that closes its end of stdout has
+    gone, so its input ends, too. When the input ends, the requests that were read before are answered, within 5 seconds
+    at most; then the client is given a second to read."""
     loop = asyncio.get_running_loop()
     async with _pipes() as (source, sink):
-        reader = asyncio.StreamReader(_MESSAGE_MAX_BYTES)
+        # No limit to a line: the client has started this process, and a request that is too long would have to be
+        # refused without its id, for which its client waits.
+        reader = asyncio.StreamReader(limit=sys.maxsize)
         incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-        unread = asyncio.StreamReader()
-        outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(unread), sink)
+        # A StreamWriter waits by way of such a protocol, which wants a reader; nothing can be read here.
+        unused = asyncio.StreamReader()
+        outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(unused), sink)
         outgoing.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
         writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
         gone = asyncio.create_task(writer.wait_closed())
         gone.add_done_callback(_silence)
         gone.add_done_callback(lambda _: incoming.close())
-        answers: Any = AsyncExitStack()  # the server also closes it, which does nothing
-        answers.send = send
+        messages = _stdio_messages(reader, writer, bridge)
+        output = _StdioOutput(writer, bridge.activity)
         options = bridge.server.create_initialization_options()
-        running = asyncio.create_task(bridge.server.run(messages(), answers, options))
+        running = asyncio.create_task(bridge.server.run(messages, output, options))
         running.add_done_callback(_silence)
         try:
             yield running

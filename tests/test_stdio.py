@@ -11,15 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MODULE, PROGRAM, ROOT, RawClient, command, program
-from support import call, ended_well, initialize_params, line, messages, request, wait_for_stderr
-
-MAX_LINE_BYTES = 4 * 1024 * 1024
+from conftest import MODERN, MODULE, PROGRAM, ROOT, RawClient, command, program, stdio
+from mcp.client import Client
+from support import call, ended_well, initialize_params, line, message, messages, request, wait_for_stderr
 
 BENCH = """
 import apcore_mcp.core
@@ -30,6 +30,10 @@ def tell(what):
 @tool
 def echo(inputs, context):
     return inputs
+
+@tool
+def count(inputs, context):
+    return {"characters": len(inputs["text"])}
 
 @tool
 async def slow(inputs, context):
@@ -173,16 +177,18 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
         served.send_line(blank)
     served.send_line(line(call("crlf", "t.echo", n=1)).replace(b"\n", b"\r"))
     assert structured([served.receive()]) == {"crlf": {"n": 1}}
-    served.send_line(line(call("long", "t.echo", text="x" * MAX_LINE_BYTES)).strip())
+    served.send_line(b"y" * 9_000_000)
+    assert served.receive()["error"]["code"] == -32700
     served.send_line(line(call("next", "t.echo", n=2)).strip())
-    answers = [served.receive()]
-    while answers[-1]["id"] is None:  # such a line is more than one
-        assert answers[-1]["error"]["code"] == -32700
-        answers.append(served.receive())
-    assert len(answers) > 1
-    assert structured(answers[-1:]) == {"next": {"n": 2}}
-    served.send_line(line(call("long", "t.echo", text="z" * (MAX_LINE_BYTES - 1000))).strip())
-    assert served.receive()["result"]["structuredContent"] == {"text": "z" * (MAX_LINE_BYTES - 1000)}
+    assert structured([served.receive()]) == {"next": {"n": 2}}
+
+
+async def test_a_message_may_be_of_any_length(bench: list[str], mode: str) -> None:
+    """Who starts a stdio server is trusted; a refusal without an id would leave the official client waiting."""
+    async with Client(stdio(bench), mode=mode, cache=None, read_timeout_seconds=30) as client:
+        for length in (5_000_000, 10_000_000):
+            result = await client.call_tool("t.count", {"text": "x" * length})
+            assert result.structured_content == {"characters": length}
 
 
 def test_a_client_that_does_not_read_is_made_to_wait_only_after_megabytes(served: RawClient) -> None:
@@ -277,24 +283,53 @@ def test_without_standard_streams_the_command_line_fails_with_one_line_and_serve
 # ---- The end ----
 
 
-def test_what_was_asked_before_the_end_of_input_is_answered_and_who_listens_is_told_of_it(bench: list[str]) -> None:
-    """Though nobody reads while it is written; a request to listen right before the end is acknowledged, and ended at
-    once: not cut off after the 5 seconds (design §3, Cancellation).
-    """
-    sent = [call(n, "t.slow", n=n, text="x" * 2000) for n in range(300)]
-    sent += [request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})]
+def pipelined(era: str, calls: list[dict[str, Any]]) -> bytes:
+    """What a client of `era` has written when it waits for nothing, not even for the answer to its handshake."""
+    if era == MODERN:
+        return b"".join(map(line, calls))
+    hello = message("initialize", initialize_params("2025-11-25"), "hello")
+    lines = [hello, {"jsonrpc": "2.0", "method": "notifications/initialized"}]
+    lines += [message("tools/call", each["params"] | {"_meta": {}}, each["id"]) for each in calls]
+    return b"".join(map(line, lines))
+
+
+def test_a_thousand_calls_and_then_the_end_of_input_are_a_thousand_answers(bench: list[str], mode: str) -> None:
+    """Though nobody reads while they are written, and nothing has been answered when the input ends."""
     with RawClient(bench) as client:
-        assert client.process.stdin is not None
-        writer = threading.Thread(target=client.process.stdin.write, args=(b"".join(map(line, sent)),), daemon=True)
+        sent = pipelined(mode, [call(n, "t.slow", n=n, text="x" * 2000) for n in range(1_000)])
+        writer = threading.Thread(target=client.process.stdin.write, args=(sent,), daemon=True)
         writer.start()
         writer.join(timeout=30)
         assert not writer.is_alive(), "server and client wait for each other"
         stdout, stderr = client.process.communicate(timeout=40)
-    told = {message.get("id"): message for message in messages(stdout)}
-    assert told.pop(None)["method"] == "notifications/subscriptions/acknowledged"
-    assert "result" in told.pop("listen")
-    assert structured([*told.values()]) == {n: {"n": n, "text": "x" * 2000} for n in range(300)}
+    answers = [answer for answer in messages(stdout) if answer["id"] != "hello"]
+    assert structured(answers) == {n: {"n": n, "text": "x" * 2000} for n in range(1_000)}
     assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
+
+
+def test_a_client_that_listens_is_told_of_the_end_of_its_input_at_once(bench: list[str]) -> None:
+    """Its request is acknowledged and ended, in whatever order it and the end are seen."""
+    listen = request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})
+    for sent in ([listen], [call(n, "t.echo") for n in range(100)] + [listen]):
+        begun = time.monotonic()
+        answers, _ = converse(bench, b"".join(map(line, sent)))
+        assert time.monotonic() - begun < 4, "it was cut off after the time of grace"
+        by_id = {answer.get("id"): answer for answer in answers}
+        assert by_id[None]["method"] == "notifications/subscriptions/acknowledged"
+        assert "result" in by_id["listen"]
+
+
+def test_a_call_that_its_client_has_cancelled_does_not_hold_up_the_end(
+    bench: list[str], mode: str, tmp_path: Path
+) -> None:
+    """No answer to it may be sent, so none is waited for."""
+    sent = pipelined(mode, [call(n, "t.gate", gate=str(tmp_path / "never")) for n in range(3)])
+    for n in range(3):
+        sent += line({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": n}})
+    begun = time.monotonic()
+    answers, _ = converse(bench, sent)
+    assert time.monotonic() - begun < 4, "it was waited for"
+    assert [answer["id"] for answer in answers if answer["id"] != "hello"] == []
 
 
 @pytest.mark.requirement("FR-TRANSPORT-005", "NFR-REL-001")
@@ -401,11 +436,11 @@ def test_sockets_serve_as_well_as_pipes(bench: list[str], pairs: int) -> None:
 def test_files_serve_as_well_as_pipes(bench: list[str], tmp_path: Path) -> None:
     """`python -m apcore_mcp … <requests >answers`: to the end of the last one, which is written by a thread.
 
-    With a line in between that is so long that it is more than one.
+    With a long line in between that is no message.
     """
     source, target = tmp_path / "requests", tmp_path / "answers"
-    too_long = b"y" * (2 * MAX_LINE_BYTES + 10) + b"\n"
-    source.write_bytes(line(call(0, "t.slow", n=0)) + too_long + b"\n" + line(call(1, "t.big")).strip())
+    garbage = b"y" * 9_000_000 + b"\n"
+    source.write_bytes(line(call(0, "t.slow", n=0)) + garbage + b"\n" + line(call(1, "t.big")).strip())
     with source.open("rb") as stdin, target.open("wb") as stdout:
         completed = subprocess.run(bench, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, cwd=ROOT, timeout=30)
     answers = messages(target.read_bytes())
