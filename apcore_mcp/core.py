@@ -1756,6 +1756,11 @@ class _Call:
         has_forms = declared and (declared.form or not declared.url)
         self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
 
+    @functools.cached_property
+    def size(self) -> int:
+        """How many bytes its arguments take as JSON."""
+        return len(json.dumps(self.arguments, ensure_ascii=False).encode(errors="replace"))
+
     def cancel(self) -> None:
         """Tell it to end: code that looks at its CancelToken, and the coroutines that run for it."""
         self.token.cancel()
@@ -2012,7 +2017,10 @@ class _ApprovalGate(BuiltinApprovalGate):
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
-_PARKED_MAX = 1_000  # how many calls may wait for their users; one more is given up
+# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
+# refused. In memory, arguments can be sixty times as large as the JSON that they came in.
+_PARKED_MAX = 1_000
+_PARKED_BYTES_MAX = 2 * 2**20
 
 
 def _merge(base: JSONObject, chunk: JSONObject) -> None:
@@ -2105,9 +2113,11 @@ class _ExecutionRouter:
             result = call.task.result()
             del call.task  # what the module left running keeps its call
             return result
-        if len(self._parked) == _PARKED_MAX:
+        waiting = [other for other, _ in self._parked.values() if not other.task.done()]
+        size = call.size + sum(other.size for other in waiting)
+        if len(self._parked) == _PARKED_MAX or size > _PARKED_BYTES_MAX:
             call.cancel()
-            raise _protocol_error(-32000, "Too many calls wait for their users' answers")
+            raise _protocol_error(-32000, "Too many calls, or too large ones, wait for their users' answers")
         state = secrets.token_urlsafe(32)
         self._parked[state] = (call, call.answer)
         asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)

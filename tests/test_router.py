@@ -24,6 +24,7 @@ from conftest import (
     registry_of,
     serving,
 )
+from mcp import MCPError
 from mcp.client import Client
 from mcp_types import CLIENT_CAPABILITIES_META_KEY, ListRootsResult
 from support import (
@@ -279,6 +280,44 @@ def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
             retried = ask(number, requestState=states[number], inputResponses=answers)
             assert retried["result"]["structuredContent"] == {"n": number, "answer": {}}
         assert ask(1001)["result"]["resultType"] == "input_required"
+
+
+async def test_parked_calls_hold_two_mebibytes_of_arguments_together_and_one_more_is_given_up() -> None:
+    """A call no longer counts when it is resumed, when it has ended, and when it was given up."""
+    ended = threading.Event()
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"answer": await elicit(context, "Who?", SCHEMA, key="name")}
+        finally:
+            ended.set()
+
+    hasty = FunctionalModule(patient, resources={"timeout": 50})
+    large, small = {"text": "é" * (2**19 - 100)}, {"text": "x"}  # a mebibyte, and next to nothing
+    answer = {"input_responses": {"name": accept(name="Ada")}}
+    async with wired({"ask": patient, "hasty": hasty}) as wire:
+
+        async def is_given_up(name: str, arguments: dict[str, Any]) -> None:
+            ended.clear()
+            with pytest.raises(MCPError, match="Too many calls") as caught:
+                await wire.call(name, arguments)
+            assert caught.value.error.code == -32000
+            assert await asyncio.to_thread(ended.wait, 10)
+
+        _, _, state = await wire.question("ask", large)
+        await wire.question("ask", large)
+        await wire.question("ask", small)
+        await is_given_up("ask", large)
+        _, _, state = await wire.question("ask", large, request_state=state)  # without its answer
+        await is_given_up("ask", large)
+        await wire.call("ask", large, request_state=state, **answer)
+        ended.clear()
+        _, _, state = await wire.question("hasty", large)
+        assert await asyncio.to_thread(ended.wait, 10)
+        await wire.question("ask", large)  # as the arguments of what has ended are not kept
+        late = await wire.call("hasty", large, request_state=state, **answer)
+        assert text_of(late) == "Module timed out after 50ms"
+        await is_given_up("ask", {"text": "x" * 2**21})
 
 
 async def test_a_call_that_times_out_while_its_question_is_open_keeps_its_result() -> None:
