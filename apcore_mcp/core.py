@@ -2241,7 +2241,7 @@ class _Bridge:
         self.server.middleware += [
             self._count_request,
             self._hide_unexpected_errors,
-            self._declare_list_changed,
+            self._declare_notifications,
             self._declare_apps,
             self._fill_in_tools,
             RequestStateBoundary(security, default_audience=options.name),
@@ -2291,10 +2291,12 @@ class _Bridge:
             logger.exception("%s failed", ctx.method)
             raise _protocol_error(-32603, _UNEXPECTED) from None
 
-    async def _declare_list_changed(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Tell a handshake client that the lists may change, where it has a connection to be notified on.
+    async def _declare_notifications(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Tell a client which notifications it can get: of changed lists, on what connection there is for them.
 
-        The SDK's HTTP manager offers no option for it, and a client that is told `false` ignores notifications."""
+        The SDK's HTTP manager offers no option for it, and a client that is told `false` ignores notifications. In
+        2026-07-28 the SDK declares all that `subscriptions/listen` could carry, single resources included; `_listen`
+        honours no subscription to these."""
         result: Any = await call_next(ctx)
         if ctx.method == "initialize":
             # Private, as nothing public outlives the session of a single request.
@@ -2304,6 +2306,8 @@ class _Bridge:
                 self._connections.add(connection)
             for capability in ("tools", "resources"):
                 result["capabilities"][capability]["listChanged"] = can_notify
+        elif ctx.method == "server/discover":
+            result["capabilities"]["resources"]["subscribe"] = False
         return result
 
     async def _declare_apps(self, ctx: RequestContext, call_next: CallNext) -> Any:

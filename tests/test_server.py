@@ -181,7 +181,7 @@ def test_discover_tells_version_capabilities_and_server(endpoint: str) -> None:
     response = httpx.post(endpoint, **modern("server/discover"), timeout=30)
     result = answer(response)["result"]
     assert MODERN in result["supportedVersions"]
-    resources = {"listChanged": True, "subscribe": True}
+    resources = {"listChanged": True, "subscribe": False}  # nobody is notified of a single resource
     assert result["capabilities"] == {"tools": {"listChanged": True}, "resources": resources}
     assert result["_meta"][f"{META}serverInfo"]["name"] == "apcore-mcp"
     assert "mcp-session-id" not in response.headers
