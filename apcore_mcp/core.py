@@ -1526,39 +1526,91 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _loosened(schema: JSONSchema) -> JSONSchema:
-    """Copy `schema` without patterns, which may keep `re` busy for minutes, and with `anyOf` for `oneOf`."""
-    kept = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items() if not key.startswith("pattern")}
-    return _map_subschemas(kept, _loosened)
+def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, bool]:
+    """Undo strict mode in what a model wrote: copy `value` without the nulls that stand for absent properties, at every
+    depth, and say whether `schema` accepts the copy.
+
+    A schema is told from others by types, constants and names alone: a pattern, or a list of distinct items, can take a
+    validator minutes, and the module's own validation follows anyway. Inside a union, reading stops at the first
+    mismatch; outside, nobody asks for the answer. Each part of `value` is read once by each schema that may describe
+    it, as a union's branch that is found to fit is not read again: or the time would double with each nested union."""
+    fits = _suits(value, schema)
+    if in_union and not fits:
+        return value, False
+    if isinstance(value, dict | list):
+        parts: dict[Any, Any] = {}
+        for step, item, item_schemas in _parts(value, schema):
+            accepted = not item_schemas
+            for item_schema in item_schemas:  # several where names have patterns: nothing tells which ones count
+                item, item_fits = _read(item, item_schema, in_union)
+                accepted = accepted or item_fits
+            if item is None and isinstance(value, dict) and not accepted:
+                continue
+            if in_union and not accepted:
+                return value, False
+            parts[step] = item
+        if isinstance(value, dict):
+            value = parts
+            fits = fits and parts.keys() >= {*schema.get("required", ())}
+        else:
+            value = [*parts.values()]
+    for inner in schema.get("allOf", ()):
+        value, inner_fits = _read(value, inner, in_union)
+        fits = fits and inner_fits
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            value, inner_fits = _read_union(value, schema, schema[keyword])
+            fits = fits and inner_fits
+    return value, fits
 
 
-def _drop_nulls(value: Any, *schemas: JSONSchema) -> Any:
-    """Undo strict mode in what a model sent: drop each null that stands for an absent property, at every depth."""
-    if not schemas:  # however deep it is
-        return value
-    views = [*_meant(value, *schemas)]
-    if isinstance(value, list):
-        return [_drop_nulls(item, *_inside(views, index)) for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for name, item in value.items():
-        inside = [*_inside(views, name)]
-        if item is not None or all(_is_valid(None, inner) for inner in inside):
-            kept[name] = _drop_nulls(item, *inside)
-    return kept
+def _suits(value: Any, schema: JSONSchema) -> bool:
+    """Whether `value`, without what is in it, is of the types and the constants of `schema`."""
+    types = _types(schema)
+    if types and not any(Draft202012Validator.TYPE_CHECKER.is_type(value, name) for name in types):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    return value is not None or "not" not in schema or not _is_valid(None, schema["not"])
 
 
-def _meant(value: Any, *schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and all in them that apply to what a model wrote: of a union the branch that takes it without nulls and
-    knows every name in it, as strict mode would have the model send no other."""
-    for schema in schemas:
-        yield schema
-        yield from _meant(value, *schema.get("allOf", ()))
-        for branch in schema.get("anyOf", ()):
-            if _is_valid(_drop_nulls(value, branch), {**branch, "unevaluatedProperties": False}):
-                yield from _meant(value, branch)
-                break
+def _parts(value: JSONObject | list[Any], schema: JSONSchema) -> Iterator[tuple[Any, Any, list[JSONSchema]]]:
+    """The properties or items of `value`: the name or index of each, itself, and what `schema` says of it."""
+    if isinstance(value, dict):
+        fields = _properties(schema)
+        others = _branches(schema, _OTHER_PROPERTIES)
+        for name, item in value.items():
+            yield name, item, [fields[name]] if name in fields else others
+    else:
+        places = schema.get("prefixItems", [])
+        others = _branches(schema, ["items", "unevaluatedItems"])
+        for index, item in enumerate(value):
+            yield index, item, places[index : index + 1] or others
+
+
+def _read_union(value: Any, schema: JSONSchema, branches: list[JSONSchema]) -> tuple[Any, bool]:
+    """Read `value` by the first of `branches`, a union inside `schema`, that accepts it and knows every name in it."""
+    for branch in branches:
+        if not isinstance(value, dict) or _knows(value, schema, branch):
+            candidate, fits = _read(value, branch, in_union=True)
+            if fits:
+                return candidate, True
+    return value, False
+
+
+def _knows(names: Iterable[str], schema: JSONSchema, branch: JSONSchema) -> bool:
+    """Whether `branch`, one of a union inside `schema`, has every one of `names`: strict mode lets a model send no
+    other. One that is no object's may have any."""
+    unknown = {*names} - _properties(schema).keys()
+    is_closed = False
+    for view in _views(branch):
+        unknown -= _properties(view).keys()
+        if not unknown or any(view.get(keyword, False) is not False for keyword in _OTHER_PROPERTIES):
+            return True
+        is_closed = is_closed or "properties" in view or "object" in _types(view)
+    return not is_closed
 
 
 def to_openai_tools(
@@ -1632,7 +1684,7 @@ def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tup
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return tool, _drop_nulls(inputs, _loosened(tool.input_schema))
+    return tool, _read(inputs, tool.input_schema)[0]
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----

@@ -498,6 +498,67 @@ def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(leaf: Any) -> Non
     assert leaf == 5 or "null" not in json.dumps(inputs)
 
 
+def chained(depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A union inside a union, `depth` times: its schema, a call as strict mode has it, and the inputs that it means."""
+    schema, sent, inputs = PART, {"a": "", "b": None}, {"a": ""}
+    for _ in range(depth):
+        other = {"type": "object", "properties": {"in": {"type": "object", "properties": {"z": STRING}}}}
+        schema = {"type": "object", "properties": {"in": {"anyOf": [other, schema]}, "b": STRING}, "required": ["in"]}
+        sent = {"in": sent, "b": None}
+        inputs = {"in": inputs}
+    return schema, sent, inputs
+
+
+def ambiguous(depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Unions whose branches differ in their innermost value alone; the last branch of each is the one that fits."""
+    fitting: dict[str, Any] = {"type": "object", "properties": {"x": INTEGER, "y": STRING}}
+    wrong: dict[str, Any] = {"type": "object", "properties": {"x": STRING, "y": STRING}}
+    sent, inputs = {"x": 1, "y": None}, {"x": 1}
+    for _ in range(depth):
+        fitting = {"type": "object", "properties": {"in": {"oneOf": [wrong, fitting]}}}
+        wrong = {"type": "object", "properties": {"in": {"anyOf": [wrong, wrong]}}}
+        sent, inputs = {"in": sent}, {"in": inputs}
+    return fitting, sent, inputs
+
+
+def listed(schema: dict[str, Any], length: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A list of parts that differ, under an optional property with `schema`."""
+    parts = [{"a": str(number)} for number in range(length)]
+    schema = {"anyOf": [{"type": "array", "items": PART, **schema}, NULL]}
+    sent = {"list": [{**part, "b": None} for part in parts]}
+    return {"type": "object", "properties": {"list": schema}}, sent, {"list": parts}
+
+
+def numbered(number: float) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """An integer that no float holds, in an optional multiple of `number`."""
+    schema = {"anyOf": [{"type": "number", "multipleOf": number}, NULL]}
+    return {"type": "object", "properties": {"n": schema}}, {"n": 10**400}, {"n": 10**400}
+
+
+FIELDS = {f"f{number}": {"type": "string"} for number in range(8)}
+WIDE = [{"type": "object", "properties": {**FIELDS, "kind": {"const": number}}} for number in range(30)]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("schema", "sent", "inputs"),
+    [
+        pytest.param(*chained(8), id="8-unions-deep"),
+        pytest.param(*chained(30), id="30-unions-deep"),
+        pytest.param(*ambiguous(9), id="9-deep-and-wrong-in-the-depth"),
+        pytest.param(*listed({"uniqueItems": True}, 2_000), id="a-set-of-models"),
+        pytest.param(*listed({"items": {"anyOf": [*WIDE, PART]}}, 2_000), id="31-branches"),
+        pytest.param(*numbered(0.1), id="a-multiple-of-a-fraction"),
+        pytest.param(*numbered(7), id="a-multiple"),
+    ],
+)
+def test_every_branch_of_a_union_is_read_once(
+    schema: dict[str, Any], sent: dict[str, Any], inputs: dict[str, Any]
+) -> None:
+    """Each level of unions may add to the time, but none may multiply it; and no number ends in an OverflowError."""
+    assert from_openai_call(registry_of({"m.a": accepting(schema)}), "m-a", sent) == ("m.a", inputs)
+
+
 @pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", ""])
 def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}
