@@ -20,15 +20,19 @@ from collections.abc import AsyncIterator
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import httpx
 import mcp_types as types
 import pytest
-from apcore import ACL, ACLRule, Config, Executor, Middleware
+from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, SchemaValidationError
+from apcore.builtin_steps import BuiltinModuleLookup
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ModuleTimeoutError
+from apcore.pipeline import BaseStep, PipelineContext, StepResult
+from apcore.schema import SchemaLoader
+from apcore.utils.redaction import REDACTED_VALUE
 from conftest import (
     HANDSHAKE,
     MODERN,
@@ -49,16 +53,19 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp_types import ElicitResult
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
     DENIED,
     ENVIRONMENT,
     SCHEMA,
+    SECRETIVE,
     STAGE_ON_STDIO,
     StreamingModule,
     Wire,
     accept,
     ask,
     asking,
+    client_of,
     guarded,
     is_set_in_time,
     modern,
@@ -426,6 +433,261 @@ async def test_what_ended_calls_were_given_and_returned_is_freed() -> None:
             tracemalloc.stop()
 
 
+# ---- Models ----
+
+
+class Described:
+    """Counts how often pydantic writes the JSON schema of a model made by `model()`."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def model(self, **fields: Any) -> type[BaseModel]:
+        def count(schema: dict[str, Any]) -> None:
+            self.times += 1
+
+        return create_model("Described", __config__=ConfigDict(json_schema_extra=count), **fields)
+
+
+Marked = Field(json_schema_extra={"x-sensitive": True})
+
+
+async def test_a_model_writes_its_json_schema_once_and_not_in_every_call() -> None:
+    described = Described()
+    model = described.model(n=(int, ...))
+    schemas = {"input_schema": model, "output_schema": model}
+
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return inputs
+
+    def above(inputs: dict[str, Any], context: Any) -> Any:
+        return context.executor.call("later", inputs, context)
+
+    async def above_later(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("later", inputs)
+
+    functions = {"now": echo, "later": later, "above": above, "above.later": above_later}
+    modules: dict[str, Any] = {name: FunctionalModule(function, **schemas) for name, function in functions.items()}
+    modules["stream"] = StreamingModule([{"n": 1}], **schemas)
+    executor = Executor(registry_of(modules))
+    async with connect(executor) as client:
+        await client.call_tool("now", {"n": 1})
+        times = described.times
+        for module_id in modules:
+            result = await client.call_tool(module_id, {"n": 1}, progress_callback=noting()[0])
+            assert result.structured_content == {"n": 1}, module_id
+            assert described.times == times, module_id
+    await executor.call_async("now", {"n": 1})  # by itself the Executor does what it does without a server
+    assert described.times == times + 3
+
+
+class Address(BaseModel):
+    street: str
+    code: str = Marked
+
+
+class Account(BaseModel):
+    name: str = Field(min_length=2)
+    pin: str = Marked
+    home: Address | None = None
+    others: dict[str, Address] = {}
+
+
+class Aliased(BaseModel):
+    card_number: str = Field(alias="cardNumber", json_schema_extra={"x-sensitive": True})
+
+
+class Writing(BaseModel):
+    """Says something else each time."""
+
+    text: str
+    times: ClassVar[int] = 0
+
+    @classmethod
+    def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
+        cls.times += 1
+        return {**super().model_json_schema(*arguments, **options), "x-times": cls.times}
+
+
+HOME = {"street": "x", "code": "9"}
+ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": HOME}}
+DATED = {"type": "object", "properties": {"on": {"type": "string", "format": "date"}}}
+CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a-model": (Account, ACCOUNT),
+    "too-short": (Account, {**ACCOUNT, "name": "A"}),
+    "missing": (Account, {"name": "Ada"}),
+    "no-coercion": (Account, {**ACCOUNT, "pin": 1234}),
+    "an-alias": (Aliased, {"cardNumber": "4000"}),
+    "its-own-schema": (Writing, {"text": "x"}),
+    "a-dict": (SECRETIVE, {"token": "abc"}),
+    "of-a-loader": (SchemaLoader(Config()).generate_model(DATED, "Dated"), {"on": "no date"}),
+}
+
+
+class Spy(Middleware):
+    """Keeps what apcore has redacted for its hooks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        self.seen.append(("before", inputs, context.redacted_inputs, context.redacted_output))
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> None:
+        self.seen.append(("after", inputs, output, context.redacted_inputs, context.redacted_output))
+
+    def on_error(self, module_id: str, inputs: dict[str, Any], error: Exception, context: Any) -> None:
+        self.seen.append(("error", inputs, str(error), context.redacted_inputs))
+
+
+@pytest.mark.parametrize(("schema", "arguments"), CALLED.values(), ids=CALLED.keys())
+async def test_a_call_is_validated_and_redacted_as_by_the_executor_alone(
+    schema: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    spy = Spy()
+    registry = registry_of({"echo": FunctionalModule(echo, input_schema=schema, output_schema=schema)})
+    executor = Executor(registry, middlewares=[spy])
+    with contextlib.suppress(SchemaValidationError):
+        await executor.call_async("echo", arguments)
+    alone = spy.seen[:]
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("apcore.")]
+    spy.seen.clear()
+    caplog.clear()
+    async with connect(executor) as client:
+        await client.call_tool("echo", arguments)
+        await client.call_tool("echo", arguments)
+    assert spy.seen == alone * 2
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("apcore.")] == warnings * 2
+
+
+async def test_a_step_of_the_users_own_sees_the_module_itself_and_its_model() -> None:
+    seen: list[Any] = []
+
+    class Look(BaseStep):
+        async def execute(self, ctx: PipelineContext) -> StepResult:
+            seen.append((self.name, ctx.module, ctx.module.input_schema))
+            ctx.module.looked_at = len(seen)
+            return StepResult("continue")
+
+    schemas = {"input_schema": Account, "output_schema": Account}
+    executor = Executor(registry_of({"echo": FunctionalModule(echo, **schemas)}))
+    names = executor.current_strategy.step_names()
+    for name in names[names.index("module_lookup") : -1]:
+        executor.current_strategy.insert_after(name, Look(f"after_{name}"))
+    module = executor.registry.get("echo")
+    names = executor.current_strategy.step_names()
+    async with connect(executor) as client:
+        result = await client.call_tool("echo", ACCOUNT)
+        assert not result.is_error
+    own = [name for name in names if name.startswith("after_")]
+    assert seen == [(name, module, Account) for name in own]
+    assert all(each[1] is module for each in seen)
+    assert module.looked_at == len(own)
+    assert executor.current_strategy.step_names() == names
+
+
+async def test_a_stream_is_found_wherever_its_module_has_it() -> None:
+    """A protocol that is checked at run time looks for the attribute itself from Python 3.12 on."""
+
+    async def chunks(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"n": 1}
+        yield {"m": 2}
+
+    streamed: dict[str, Any] = {"annotations": ModuleAnnotations(streaming=True), "stream": chunks}
+    modules: dict[str, Any] = {
+        "on.the.class": StreamingModule([{"n": 1}, {"m": 2}]),
+        "on.the.module": FunctionalModule(echo, **streamed),
+        "of.models": StreamingModule([{"n": 1}, {"m": 2}], input_schema=create_model("Nothing")),
+    }
+    async with connect(modules) as client:
+        for module_id in modules:
+            note, told = noting()
+            result = await client.call_tool(module_id, progress_callback=note)
+            assert result.structured_content == {"n": 1, "m": 2}
+            assert [message for _, _, message in told] == ['{"n":1}', '{"m":2}'], module_id
+
+
+async def test_a_module_that_is_replaced_is_called_by_its_new_model() -> None:
+    def version(marks: dict[str, Any]) -> FunctionalModule:
+        model = create_model("Spell", word=(str, Field(json_schema_extra=marks)))
+        return FunctionalModule(lambda inputs, context: {"seen": context.redacted_inputs}, input_schema=model)
+
+    registry = registry_of({"spell": version({})})
+    async with connect(registry) as client:
+        for word, module in (("abc", None), (REDACTED_VALUE, version({"x-sensitive": True})), ("abc", version({}))):
+            if module is not None:
+                registry.unregister("spell")
+                registry.register("spell", module)
+            result = await client.call_tool("spell", {"word": "abc"})
+            assert result.structured_content == {"seen": {"word": word}}
+
+
+async def test_nothing_is_kept_of_a_model_whose_module_is_gone() -> None:
+    model = create_model("Gone", n=(int, ...))
+    registry = registry_of({"gone": FunctionalModule(echo, input_schema=model, output_schema=model)})
+    gone = weakref.ref(model)
+    del model
+    async with connect(Executor(registry, config=WITHOUT_LIMIT)) as client, asyncio.timeout(30):
+        await client.call_tool("gone", {"n": 1})
+        registry.unregister("gone")
+        await client.list_tools()
+        await asyncio.to_thread(until, lambda: gc.collect() is not None and gone() is None, 10)
+
+
+async def test_an_executor_that_several_servers_share_one_after_another_or_at_once_is_as_it_was() -> None:
+    described = Described()
+    model = described.model(n=(int, ...))
+    executor = Executor(registry_of({"echo": FunctionalModule(echo, input_schema=model, output_schema=model)}))
+    async with connect(executor) as first:
+        assert (await first.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
+    steps = executor.current_strategy.steps[:]
+    async with connect(executor) as second:
+        async with connect(executor) as third:
+            assert (await third.call_tool("echo", {"n": 3})).structured_content == {"n": 3}
+        times = described.times
+        assert (await second.call_tool("echo", {"n": 2})).structured_content == {"n": 2}
+        assert described.times == times
+        assert await executor.call_async("echo", {"n": 0}) == {"n": 0}
+        assert described.times == times + 3
+    assert executor.current_strategy.steps == steps, "no server puts its steps upon another's"
+    assert executor.current_strategy.step_names() == Executor(executor.registry).current_strategy.step_names()
+    assert executor.validate("echo", {"n": 1}).valid
+
+
+async def test_where_apcore_looks_modules_up_in_another_way_a_call_is_slower_and_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if it had renamed what is not public: `_registry`."""
+    released = threading.Event()
+    execute = BuiltinModuleLookup.execute
+
+    async def execute_by_another_name(self: Any, ctx: PipelineContext) -> StepResult:
+        return await execute(SimpleNamespace(_registry=self.modules, **vars(self)), ctx)  # type: ignore[arg-type]
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await report_progress(context, 1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            released.set()
+        return {}
+
+    described = Described()
+    model = described.model(n=(int, ...))
+    modules = {"wait": wait, "echo": FunctionalModule(echo, input_schema=model, output_schema=model)}
+    executor = Executor(registry_of(modules))
+    lookup: Any = next(step for step in executor.current_strategy.steps if step.name == "module_lookup")
+    lookup.modules = vars(lookup).pop("_registry")
+    monkeypatch.setattr(BuiltinModuleLookup, "execute", execute_by_another_name)
+    async with connect(executor) as client:
+        times = described.times
+        for number in range(3):
+            assert (await client.call_tool("echo", {"n": number})).structured_content == {"n": number}
+        assert described.times <= times + 4
+        await cancel(await start(client, "wait"))
+        assert await asyncio.to_thread(released.wait, 10)
+
+
 # ---- Trace context ----
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -734,6 +996,26 @@ async def test_the_executor_that_was_given_keeps_its_acl_middleware_and_timeout(
     assert (shut.is_error, shut.content[0].model_dump()["text"]) == (True, "Access denied")
     assert (slow.is_error, slow.content[0].model_dump()["text"]) == (True, "Module timed out after 70ms")
     assert to_openai_tools(executor) == to_openai_tools(registry)
+
+
+@pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+async def test_a_module_that_ends_the_process_ends_neither_its_server_nor_the_loop_that_hosts_it(ending: Any) -> None:
+    """asyncio lets both out of any task that raises them, and so out of the loop."""
+
+    def now(inputs: dict[str, Any], context: Any) -> None:
+        raise ending
+
+    async def later(inputs: dict[str, Any], context: Any) -> None:
+        raise ending
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("later", {}, context)
+
+    modules = {"now": now, "later": later, "above": above, "echo": echo}
+    async with async_serve(registry_of(modules)) as app, hosting(app) as url, client_of(url) as client:
+        for module_id in ("now", "later", "above"):
+            assert text_of(await client.call_tool(module_id)) == "Internal error occurred"
+        assert (await client.call_tool("echo", {"a": 1})).structured_content == {"a": 1}
 
 
 @pytest.mark.requirement("FR-EXEC-004")
