@@ -46,7 +46,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager,
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -96,6 +96,8 @@ from apcore.streaming import StreamingModule
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as InvalidValue
+from jsonschema.validators import extend
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -1715,18 +1717,21 @@ async def elicit(
 ) -> JSONObject | None:
     """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
 
-    Returns what the user filled in, a dict that `requested_schema` accepts (an object with properties of simple types;
-    none means a bare confirmation; ValueError for any other). None when the user declined, cancelled, filled in
-    something else or said nothing for ten minutes, the client cannot ask, or the module was not called through MCP
-    (`context` may be None). `key` names the question on the wire (from 2026-07-28). The module's own timeout goes on
-    meanwhile: once it is over, or the call is cancelled, this raises ExecutionCancelledError. SRS FR-EXT-002."""
+    Returns what the user filled in, a dict that `requested_schema` accepts (without a schema the question is a bare
+    confirmation, and its answer `{}`). Returns None when the user declined, cancelled, filled in something else or said
+    nothing for ten minutes, when the client cannot ask, and when the module was not called through MCP (`context` may
+    be None). `key` names the question on the wire (from 2026-07-28).
+
+    Raises ValueError, before anything is sent, for a schema that is not an object with properties of simple types, or
+    has a pattern that pydantic's engine does not know. The module's own timeout goes on meanwhile: once it is over, or
+    the call is cancelled, ExecutionCancelledError. Source: FR-EXT-002; MCP, "Elicitation"."""
     ask = _given(context, MCP_ELICIT_KEY)
     if ask is None:
         return None
     token = context.cancel_token or CancelToken()
     token.check()
     answer: JSONObject | None = await ask(message, requested_schema, key)
-    token.check()  # or a module that was told to end meanwhile, by its timeout, would act on the answer
+    token.check()  # or a module that has to end meanwhile, as its time is over, would act on the answer
     return answer
 
 
@@ -1761,16 +1766,83 @@ def _label(name: str, caller: Identity | None) -> str:
 _PARKED_SECONDS = 600.0  # how long a user may think, and what a call has to say to a retry is kept
 
 
-def _form(asked: JSONSchema | None) -> JSONSchema:
-    """The schema to ask a question by; ValueError when MCP's forms cannot."""
-    from mcp.server.elicitation import render_elicitation_schema
+_FORM_TYPES: dict[str, Any] = {  # of a form's fields, and in Python that of their defaults
+    "string": str,
+    "integer": float,
+    "number": float,
+    "boolean": bool,
+    "array": list[str],
+}
+_FORM_FORMATS = frozenset(("date", "date-time", "email", "uri"))
 
+
+def _check_field(name: str, field: JSONSchema) -> None:
+    """ValueError for what a form has no field of: it may be a text, one of several, a number, yes or no, and some of
+    several texts, as MCP lists them (2025-11-25, `PrimitiveSchemaDefinition`)."""
+    kind = field.get("type")
+    if not isinstance(kind, str) or kind not in _FORM_TYPES:
+        raise ValueError(f"{name} must have one of the types {', '.join(_FORM_TYPES)}")
+    if field.get("default") is not None:
+        TypeAdapter[Any](_FORM_TYPES[kind]).validate_python(field["default"])
+    if kind == "string" and "format" in field:
+        is_choice = _are_texts(field.get("enum")) or _are_titled(field.get("oneOf"))
+        if not is_choice and field["format"] not in _FORM_FORMATS:
+            raise ValueError(f"{name} must have one of the formats {', '.join(sorted(_FORM_FORMATS))}, or none")
+    if kind == "array":
+        items = field.get("items", {})
+        is_choice = items.get("type") == "string" and _are_texts(items.get("enum"))
+        if not is_choice and not _are_titled(items.get("anyOf")):
+            raise ValueError(f"{name} must list the texts to choose from")
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _are_titled(options: object) -> bool:
+    """Whether these are texts to choose from, each with a title."""
+    return isinstance(options, list) and all(_are_texts([each.get("const"), each.get("title")]) for each in options)
+
+
+def _patterns(schema: JSONSchema) -> Iterator[str]:
+    """Each `pattern` in `schema`, at any depth."""
+    if "pattern" in schema:
+        yield schema["pattern"]
+    for inner in _branches(schema, _WITH_SCHEMAS):
+        yield from _patterns(inner)
+
+
+def _texts_of(pattern: str) -> TypeAdapter[str]:
+    """What accepts the texts that have `pattern`, by pydantic's engine: the time it takes grows as the text does, while
+    Python's `re`, which jsonschema asks, can take days for fifty characters. SchemaError for a pattern that the engine
+    does not know: it looks neither ahead nor back."""
+    return TypeAdapter(Annotated[str, Field(pattern=pattern)])
+
+
+def _check_pattern(_: Any, pattern: str, value: object, _schema: JSONSchema) -> Iterator[InvalidValue]:
+    """The keyword `pattern`, for jsonschema."""
+    if isinstance(value, str):
+        try:
+            _texts_of(pattern).validate_python(value)
+        except ValidationError:
+            yield InvalidValue(f"{value!r} does not match {pattern!r}")
+
+
+_AnswerValidator: Any = cast(Any, extend)(Draft202012Validator, {"pattern": _check_pattern})
+
+
+def _form(requested_schema: JSONSchema | None) -> JSONSchema:
+    """The schema that a client is sent with a question: self-contained, an object of fields of a simple type each.
+
+    ValueError for what is none, and for a pattern that an answer could not be held against."""
     try:
-        form = _input_schema(_plain({"properties": {}, **(asked or {})}))
-        # The SDK's check of the fields wants a pydantic model.
-        render_elicitation_schema(cast(Any, SimpleNamespace(model_json_schema=lambda **_: form)))
-        if _branches(form, _BESIDE):
-            raise TypeError("it is a union")
+        form = _input_schema(_plain({"properties": {}, **(requested_schema or {})}))
+        if _branches(form, [*_BESIDE, "patternProperties"]):
+            raise ValueError("it says more than which properties there are")
+        for name, field in form["properties"].items():
+            _check_field(name, field)
+        for pattern in _patterns(form):
+            _texts_of(pattern)
     except Exception as error:
         raise ValueError(f"A question's schema is no flat object of simple types: {error}") from None
     return form
@@ -1863,16 +1935,16 @@ class _Call:
                         self.key = key or "input"
                         self.question = {"method": "elicitation/create", "params": params}
                         self.answer = self._loop.create_future()
-                        self.session = None  # its request is answered with the question: nothing can be sent after it
+                        self.session = None  # the question answers its request, and nothing can be sent after that
                         self.turn.set()
                         answer = await self.answer
                     else:
                         answer = await self.session.elicit_form(message, form, self._request_id)
                 content: JSONObject = answer.content or {}
                 if answer.action == "accept":
-                    Draft202012Validator(form).validate(content)
+                    _AnswerValidator(form).validate(content)
                     return content
-            except Exception as error:  # the client's fault or its connection's: the module goes on without
+            except Exception as error:  # the client's fault or its connection's: the module goes on without an answer
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
             return None
 

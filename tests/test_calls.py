@@ -13,6 +13,7 @@ import math
 import queue
 import re
 import threading
+import time
 import tracemalloc
 import weakref
 from collections import Counter
@@ -887,9 +888,64 @@ QUESTIONS: dict[str, Any] = {
     "reference": form(n={"$ref": "#/$defs/n"}),
     "no-schema": form(n={"type": "string", "minLength": "x"}),
     "a-union": form() | {"anyOf": [form(n={"type": "string"})]},
+    "any-name": form() | {"patternProperties": {"^(a+)+$": {"type": "string"}}},
+    "a-pattern-that-looks-ahead": form(n={"type": "string", "pattern": "(?=a)"}),
+    "such-a-pattern-inside": form(n={"type": "string", "allOf": [{"pattern": "^(a)\\1$"}]}),
+    "an-unknown-format": form(n={"type": "string", "format": "uuid"}),
+    "a-default-of-another-type": form(n={"type": "string", "default": 7}),
+    "options-without-titles": form(n={"type": "array", "items": {"anyOf": [{"const": "a"}]}}),
+    "numbers-to-choose": form(n={"type": "array", "items": {"type": "string", "enum": [1, 2]}}),
+    "no-type": form(n={"enum": ["a"]}),
+    "two-types": form(n={"type": ["string", "null"]}),
     "no-object": {"type": "string"},
     "a-list": [1],
 }
+
+
+TITLED = [{"const": "s", "title": "Small"}, {"const": "l", "title": "Large"}]
+FIELDS: dict[str, tuple[dict[str, Any], Any, Any]] = {  # with an answer that fits and one that does not
+    "text": ({"type": "string", "minLength": 2, "default": "ab", "title": "T", "description": "D"}, "abc", "a"),
+    "date": ({"type": "string", "format": "date"}, "2026-01-02", 7),
+    "address": ({"type": "string", "format": "uri", "maxLength": 3}, "a:b", "a:bc"),
+    "pattern": ({"type": "string", "pattern": "^[a-z]+$"}, "abc", "a1"),
+    "pattern in part": ({"type": "string", "allOf": [{"pattern": "[0-9]"}]}, "a1", "abc"),
+    "one": ({"type": "string", "enum": ["s", "l"], "format": "size", "default": "s"}, "l", "m"),
+    "one by name": ({"type": "string", "enum": ["s", "l"], "enumNames": ["Small", "Large"]}, "s", "Small"),
+    "one by title": ({"type": "string", "oneOf": TITLED, "format": "size"}, "l", "Large"),
+    "some": ({"type": "array", "items": {"type": "string", "enum": ["s", "l"]}, "maxItems": 1}, ["s"], ["s", "l"]),
+    "some by title": ({"type": "array", "items": {"anyOf": TITLED}, "default": ["s"]}, ["l", "s"], ["m"]),
+    "integer": ({"type": "integer", "minimum": 1, "default": 1}, 2, 0),
+    "number": ({"type": "number", "maximum": 1.5, "default": None}, 1.25, 2),
+    "yes or no": ({"type": "boolean", "default": True}, False, "no"),
+}
+
+
+async def test_each_kind_of_field_that_forms_have_can_be_asked_for_and_holds(mode: str) -> None:
+    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, inputs["field"], form(n=FIELDS[inputs["field"]][0]))}
+
+    answer = 1
+    arguments, asked = asking(lambda params: accept(n=FIELDS[params.message][answer]))
+    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        for field, (schema, right, _) in FIELDS.items():
+            for answer in (1, 2):
+                result = await client.call_tool("wonder", {"field": field})
+                assert result.structured_content == {"answer": {"n": right} if answer == 1 else None}, (field, answer)
+            assert asked[-1].requested_schema == form(n=schema)
+
+
+async def test_an_answer_does_not_keep_the_server_busy_by_a_pattern() -> None:
+    """Python's `re` takes six seconds for these 27 characters, and twice as long for each that follows."""
+
+    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Which?", form(n={"type": "string", "pattern": "^(a+)+$"}))}
+
+    answers = iter(["a" * 26 + "!", "a" * 26])
+    async with connect({"wonder": wonder}, client=asking(lambda params: accept(n=next(answers)))[0]) as client:
+        started = time.monotonic()
+        assert (await client.call_tool("wonder")).structured_content == {"answer": None}
+        assert time.monotonic() - started < 2
+        assert (await client.call_tool("wonder")).structured_content == {"answer": {"n": "a" * 26}}
 
 
 @pytest.mark.parametrize(("mode", "user"), [(MODERN, "yes"), (HANDSHAKE, "cannot")])
