@@ -511,7 +511,7 @@ class Writing(BaseModel):
 
 
 HOME = {"street": "x", "code": "9"}
-ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": HOME}}
+ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": {**HOME}}}
 DATED = {"type": "object", "properties": {"on": {"type": "string", "format": "date"}}}
 CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-model": (Account, ACCOUNT),
