@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import ipaddress
 import itertools
 import json
 import logging
@@ -161,7 +162,7 @@ def _one_line(text: str) -> str:
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
-_ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; * stands for any port or name"
+_ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; NAME:* for any port"
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
@@ -2747,13 +2748,12 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
             told["content"] = files
         return answer(told)
 
-    prefix = options.explorer_prefix
     return [
-        Route(f"{prefix}/", HTMLResponse(page, headers=headers)),
-        Route(f"{prefix}/server", about_server),
-        Route(f"{prefix}/tools", summaries),
-        Route(f"{prefix}/tools/{{name}}", detail),
-        Route(f"{prefix}/tools/{{name}}/call", call, methods=["POST"]),
+        Route("/", HTMLResponse(page, headers=headers)),
+        Route("/server", about_server),
+        Route("/tools", summaries),
+        Route("/tools/{name}", detail),
+        Route("/tools/{name}/call", call, methods=["POST"]),
     ]
 
 
@@ -2761,43 +2761,97 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
 _MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # the body of one request, as the SDK allows
 
-# A Host header in lower case: a name, or this machine's own or an address (of "a@b", b would be the host).
-_HOST = re.compile(r"((localhost|\d+(?:\.\d+){3}|\[[\w:.%]+\])|[\w.-]*)(:\d+)?", re.ASCII)
-_LOOPBACK = re.compile(r"localhost|127\.[\d.]+|[0:]+1")
+# A Host header, which is no more than a host and a port: the host of "a@b" would be b.
+_HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
+_NOT_FOR_PROGRAMS = "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
+_NOT_FOR_PAGES = (
+    "Invalid Host header: a web page may only use an address, localhost, or a name that allowed_hosts (--allowed-hosts)"
+    " spells out, such as tools.example.com:*"
+)
 
 
-def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
-    """ASGI middleware before every route: who may ask, and whether the server still takes requests.
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `host` is, with or without brackets; None for a name."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
 
-    A request must name an address or `localhost` (which no DNS name that is rebound to this machine can be), the host
-    that is listened on, or one of `allowed_hosts`; without these, and not on loopback, it may name anything. A web page
-    must come from the very host and port that it names. A POST must be JSON, so that no form can make one."""
+
+def _is_loopback(host: str) -> bool:
+    """Whether a server that listens on `host` can be reached from its own machine alone."""
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+class _Hosts:
+    """Which hosts a request may name, by its Host header.
+
+    A program may name an IP address, `localhost`, the host that the server listens on, or what a pattern of
+    `allowed_hosts` matches (as file names are matched: `*` is any text, and as a port any port or none). Where there
+    are no patterns and others than this machine can reach the server, it may name anything.
+
+    A web page may name the first three, or a name that `allowed_hosts` spells out. Whoever owns a domain can make it
+    resolve to this server while a page of it is open, and the browser then takes both for one site (DNS rebinding): so
+    a wildcard, also that of a single domain (`*.example.com`), never lets in a page. No address can be rebound."""
+
+    def __init__(self, options: _Options) -> None:
+        allowed = [pattern.lower() for pattern in options.allowed_hosts or ()]
+        self._is_open = not allowed and not _is_loopback(options.host)
+        self._patterns = [f"{options.host.lower()}:*", *allowed]
+
+    def allow(self, host: str, *, is_page: bool) -> bool:
+        """Whether a request may name `host`, a Host header."""
+        host = host.lower()
+        parts = _HOST.fullmatch(host)
+        if parts is None:
+            return False
+        name = parts[1]
+        if name == "localhost" or _address(name):
+            return True
+        if self._is_open and not is_page:
+            return True
+        for pattern in self._patterns:
+            named = name if pattern.endswith(":*") else host
+            wanted = pattern.removesuffix(":*")
+            if named == wanted or (not is_page and fnmatchcase(named, wanted)):
+                return True
+        return False
+
+
+def _refuse(scope: Scope, status: int, reason: str) -> Response:
+    """The answer to a request that is not let in, which the log has as well."""
     from starlette.datastructures import Headers
-    from starlette.requests import ClientDisconnect
     from starlette.responses import PlainTextResponse
 
-    own = bridge.options.host.lower()
-    given = bridge.options.allowed_hosts or ([] if _LOOPBACK.fullmatch(own) else ["*"])
-    allowed = [own, f"{own}:*", *map(str.lower, given)]
+    headers = Headers(scope=scope)
+    origin = ", ".join(headers.getlist("origin")) or None
+    logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
+    return PlainTextResponse(reason, status)
+
+
+def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts) -> ASGIApp:
+    """ASGI middleware before every route: whose requests are let in, and whether the server still takes any.
+
+    A request with an Origin is a web page's, which must come from the very host and port that it names. A POST must be
+    JSON, so that no form can make one."""
+    from starlette.datastructures import Headers
+    from starlette.requests import ClientDisconnect
 
     def refusal(scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
+        host = headers.get("host", "")
         origins = {origin.lower() for origin in headers.getlist("origin")}
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        named = _HOST.fullmatch(host)
-        if named is None or not (named[2] or any(fnmatchcase(host, pattern) for pattern in allowed)):
-            status, fault = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
-        elif not origins <= {f"http://{host}", f"https://{host}"}:
-            status, fault = 403, "Invalid Origin header: a web page must come from the host that it names"
-        elif scope["method"] == "POST" and media_type != "application/json":
-            status, fault = 415, "Content-Type must be application/json"
-        elif bridge.deadline:
-            status, fault = 503, "Server is shutting down"
-        else:
-            return None
-        logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", fault, host, origins)
-        return PlainTextResponse(fault, status)
+        if not hosts.allow(host, is_page=bool(origins)):
+            return _refuse(scope, 421, _NOT_FOR_PAGES if origins else _NOT_FOR_PROGRAMS)
+        if not origins <= {f"http://{host.lower()}", f"https://{host.lower()}"}:
+            return _refuse(scope, 403, "Invalid Origin header: a web page must come from the host that it names")
+        if scope["method"] == "POST" and media_type != "application/json":
+            return _refuse(scope, 415, "Content-Type must be application/json")
+        if bridge.deadline:
+            return _refuse(scope, 503, "Server is shutting down")
+        return None
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         answer = app
@@ -2808,11 +2862,25 @@ def _guarded(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
             bridge.activity.begin()
         try:
             await answer(scope, receive, send)
-        except ClientDisconnect:  # who sent half of a body
+        except ClientDisconnect:  # the client has sent half of a body
             pass
         finally:
             if is_awaited:
                 bridge.activity.end()
+
+    return guarded
+
+
+def _guarded_page(app: ASGIApp, hosts: _Hosts) -> ASGIApp:
+    """ASGI middleware before the Explorer: all that it serves is for a web page, though browsers send no Origin with
+    what they load from the page's own host."""
+    from starlette.datastructures import Headers
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = app
+        if scope["type"] == "http" and not hosts.allow(Headers(scope=scope).get("host", ""), is_page=True):
+            answer = _refuse(scope, 421, _NOT_FOR_PAGES)
+        await answer(scope, receive, send)
 
     return guarded
 
@@ -2834,10 +2902,10 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
     return owned
 
 
-def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
+def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
     """`/health`, and where asked for `/metrics` (SRS FR-HEALTH-001, F-021) and the Explorer."""
     from starlette.responses import JSONResponse, PlainTextResponse
-    from starlette.routing import Route
+    from starlette.routing import Mount, Route, Router
 
     options = bridge.options
     started = time.monotonic()
@@ -2860,7 +2928,7 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     if options.metrics_collector:
         routes.append(Route("/metrics", metrics))
     if options.explorer:
-        routes += _explorer_routes(bridge)
+        routes.append(Mount(options.explorer_prefix, _guarded_page(Router(_explorer_routes(bridge)), hosts)))
     return routes
 
 
@@ -2893,13 +2961,17 @@ async def _http_app(bridge: _Bridge) -> Starlette:
             Route("/sse", Mount("", stream), methods=["GET"]),
             Route("/messages/", Mount("", transport.handle_post_message)),
         ]
-    routes += _own_routes(bridge)
+    hosts = _Hosts(options)
+    routes += _own_routes(bridge, hosts)
     middleware = [
         Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
-        Middleware(_guarded, bridge=bridge),  # second: a body may take its time, and while it does the server may end
+        # Behind what reads the whole body: that may take its time, and the server end meanwhile.
+        Middleware(_guarded, bridge=bridge, hosts=hosts),
         *(options.middleware or ()),
         Middleware(_own_sessions),
     ]
+    if options.explorer and options.allow_execute and not _is_loopback(options.host):
+        logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
     app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error

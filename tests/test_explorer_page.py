@@ -848,3 +848,27 @@ def test_neither_a_page_of_another_origin_nor_a_rebound_name_can_run_or_read(sho
     opened(page, url, "t.one")  # and its own call comes after all of that: nothing is still on its way
     expect(run(page)).to_contain_text("{0}")
     assert runs == [{}]
+
+
+ANY_NAME: list[dict[str, Any]] = [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}]
+
+
+@pytest.mark.parametrize("options", ANY_NAME, ids=str)
+def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Page, options: dict[str, Any]) -> None:
+    runs: list[Any] = []
+
+    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        return {}
+
+    registry = registry_of({"t.one": FunctionalModule(touch, input_schema=NOTHING, description="SECRET")})
+    with serving(registry, explorer=True, allow_execute=True, **options) as url:
+        rebound = f"http://{REBOUND}:{urlsplit(url).port}"
+        page.goto(f"{rebound}/health")  # under its own name, so that the browser takes all of the server for its site
+        assert page.evaluate("location.origin") == rebound
+        seen = page.evaluate(ATTACK, rebound)
+        assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
+        opened(page, url, "t.one")
+        run(page)
+        expect(page.get_by_text("Done")).to_be_visible()
+        assert runs == [{}]

@@ -43,8 +43,10 @@ from conftest import (
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.shared.exceptions import MCPError
+from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
 from support import ACCEPT, answer, clog, handshake, initialize_params, message, modern, text_of
 
 from apcore_mcp import MCPServer, __version__, async_serve
@@ -236,76 +238,168 @@ LOOPBACK_ONLY = {
 }
 
 
+HOSTS: dict[str, tuple[dict[str, Any], dict[tuple[str, str | None], int]]] = {
+    "names": (
+        {"host": "MyBox", "allowed_hosts": ["tools.example", "wild.example:*", "port.example:8443"]},
+        {
+            ("mybox:8000", "http://mybox:8000"): 200,
+            ("any.example", None): 421,
+            ("Tools.Example", "https://TOOLS.example"): 200,  # TLS may end before us
+            ("tools.example", "http://evil.example"): 403,
+            ("tools.example:8000", None): 421,
+            ("wild.example:1234", None): 200,
+            ("wild.example:1234", "http://wild.example:1234"): 200,
+            ("wild.example", "http://wild.example"): 200,  # the port that needs not be named is one, too
+            ("wild.example.evil.example:1234", None): 421,
+            ("port.example:8443", "https://port.example:8443"): 200,
+            ("port.example:8444", None): 421,
+            ("127.0.0.1:8000", None): 200,  # a probe, or the developer's own machine
+        },
+    ),
+    "names-on-all-interfaces": (
+        {"host": "0.0.0.0", "allowed_hosts": ["Tools.example"]},
+        {
+            ("tools.example", None): 200,
+            ("tools.example", "http://tools.example"): 200,
+            ("evil.example", None): 421,
+            ("0.0.0.0:8000", "http://0.0.0.0:8000"): 200,
+        },
+    ),
+    "any-name": (
+        {"allowed_hosts": ["*", "tools.example"]},
+        {
+            ("any.example:8000", None): 200,
+            ("any.example:8000", "http://any.example:8000"): 421,
+            ("any.example:8000", "http://any.example:1"): 421,
+            ("tools.example", "http://tools.example"): 200,
+            ("localhost:8000", "http://localhost:8000"): 200,
+        },
+    ),
+    "wildcards": (
+        {"allowed_hosts": ["*:*", "*.tools.example:*", "*e*", "????.example", "[a-z]*"]},
+        {
+            ("any.example:8000", None): 200,
+            ("any.example:8000", "http://any.example:8000"): 421,
+            ("a.tools.example", None): 200,
+            ("a.tools.example", "http://a.tools.example"): 421,
+            ("evil.example", "http://evil.example"): 421,
+        },
+    ),
+    "one-domain": (
+        {"allowed_hosts": ["*.tools.example"]},
+        {
+            ("a.tools.example", None): 200,
+            ("a.tools.example", "http://a.tools.example"): 421,
+            ("any.example", None): 421,
+        },
+    ),
+    "the-name-listened-on": (
+        {"host": "MyBox"},
+        {
+            ("mybox:8000", "http://mybox:8000"): 200,
+            ("mybox:8000", "http://mybox:1"): 403,
+            ("any.example", None): 200,
+            ("any.example", "http://any.example"): 421,
+        },
+    ),
+    "all-interfaces": (
+        {"host": "0.0.0.0"},
+        {
+            ("any.example:1", None): 200,
+            ("any.example:1", "http://any.example:1"): 421,
+            ("[fe80::1%25eth0]:1", "http://[fe80::1%25eth0]:1"): 200,
+            ("192.0.2.1:1", "http://192.0.2.1:1"): 200,
+            ("192.0.2.1:1", "http://192.0.2.1:2"): 403,
+            ("192.0.2.1", "null"): 403,
+            ("192.0.2.1.example", "http://192.0.2.1.example"): 421,
+            ("localhost.", "http://localhost."): 421,
+        },
+    ),
+    **{host: ({"host": host}, LOOPBACK_ONLY) for host in "127.0.0.1 Localhost 127.0.0.2 ::1 0:0:0:0:0:0:0:1".split()},
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), HOSTS.values(), ids=HOSTS)
+async def test_host_and_allowed_hosts_decide_which_names_are_accepted(
+    options: dict[str, Any], expected: dict[tuple[str, str | None], int]
+) -> None:
+    """A page may only use a name that is spelt out: any other could be its own, made to resolve to this server."""
+    async with asgi_client(registry_of(), explorer=True, **options) as client:
+        for (host, origin), status in expected.items():
+            headers = {"Host": host} | ({"Origin": origin} if origin else {})
+            for path in ("/health", "/mcp"):
+                response = await client.get(path, headers=headers)
+                refused = response.status_code if response.status_code in (403, 421) else 200
+                assert refused == status, (host, origin, path)
+            # A browser sends no Origin with what it loads from the page's own host.
+            of_page = status if origin else expected.get((host, f"http://{host}"), status)
+            assert (await client.get("/explorer/", headers=headers)).status_code == of_page, (host, origin)
+
+
+@pytest.mark.parametrize("mounted", ["", "/agents", "/explorer"])
+async def test_the_explorer_is_a_page_to_every_client_wherever_it_is_mounted(mounted: str) -> None:
+    """The server may be open to programs under any name; what its page loads carries no Origin."""
+    options = {"explorer": True, "allow_execute": True, "allowed_hosts": ["*", "tools.example"]}
+    async with async_serve(registry_of({"t.echo": echo}), **options) as app:
+        transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            for host, status in (("evil.example", 421), ("tools.example", 200), ("127.0.0.1", 200)):
+                assert (await client.get(f"{mounted}/health", headers={"Host": host})).status_code == 200
+                for path in ("", "server", "tools", "tools/t.echo", "%74ools"):
+                    response = await client.get(f"{mounted}/explorer/{path}", headers={"Host": host})
+                    assert response.status_code == status, (host, path)
+                called = await client.post(f"{mounted}/explorer/tools/t.echo/call", json={}, headers={"Host": host})
+                assert called.status_code == status
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_a_page_under_a_rebound_name_is_refused_at_every_door(transport: str) -> None:
+    page = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
+    async with asgi_client(registry_of(), transport=transport, host="0.0.0.0", explorer=True) as client:
+        for path in ("/mcp", "/sse", "/messages/", "/health", "/explorer/", "/explorer/tools/x/call"):
+            for method in ("GET", "POST", "DELETE", "OPTIONS"):
+                refused = await client.request(method, path, headers=page, json={})
+                assert refused.status_code == 421, (method, path)
+
+
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("allowed", "path", "origin"),
     [
-        pytest.param(
-            {"host": "MyBox", "allowed_hosts": ["tools.example", "wild.example:*", "port.example:8443"]},
-            {
-                ("mybox:8000", "http://mybox:8000"): 200,
-                ("any.example", None): 421,
-                ("Tools.Example", "https://TOOLS.example"): 200,  # TLS may end before us
-                ("tools.example", "http://evil.example"): 403,
-                ("wild.example:1234", None): 200,
-                ("wild.example.evil.example:1234", None): 421,
-                ("port.example:8443", None): 200,
-                ("port.example:8444", None): 421,
-                ("127.0.0.1:8000", None): 200,  # a probe, or the developer's own machine
-            },
-            id="given-names",
-        ),
-        pytest.param(
-            {"host": "0.0.0.0", "allowed_hosts": ["Tools.example"]},
-            {("tools.example", None): 200, ("evil.example", None): 421},
-            id="given-names-on-all-interfaces",
-        ),
-        pytest.param(
-            {"allowed_hosts": ["*"]},
-            {
-                ("any.example:8000", "http://any.example:8000"): 200,
-                ("any.example:8000", "http://any.example:1"): 403,
-            },
-            id="any-name-given",
-        ),
-        pytest.param(
-            {"host": "MyBox"},
-            {
-                ("mybox:8000", "http://mybox:8000"): 200,
-                ("mybox:8000", "http://mybox:1"): 403,
-                ("any.example", "http://any.example"): 200,
-            },
-            id="its-own-name",
-        ),
-        pytest.param(
-            {"host": "0.0.0.0"},
-            {
-                ("any.example:1", "http://any.example:1"): 200,
-                ("[fe80::1%25eth0]:1", None): 200,
-                ("192.0.2.1:1", "http://192.0.2.1:2"): 403,
-                ("192.0.2.1", "null"): 403,
-            },
-            id="any-name-on-all-interfaces",
-        ),
-        *((given, LOOPBACK_ONLY) for given in ({}, {"host": "Localhost"}, {"host": "127.0.0.2"}, {"host": "::1"})),
-        pytest.param({"host": "0:0:0:0:0:0:0:1"}, LOOPBACK_ONLY, id="ipv6-loopback-in-full"),
+        ("tools.example", "/health", None),
+        ("tools.example", "/health", "http://other.example"),
+        ("*", "/health", "http://other.example"),
+        ("*", "/explorer/", None),
     ],
 )
-async def test_host_and_allowed_hosts_decide_which_names_are_accepted(
-    options: dict[str, Any], told: dict[tuple[str, str | None], int]
+async def test_whoever_is_refused_reads_which_option_lets_them_in(
+    allowed: str, path: str, origin: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with asgi_client(registry_of(), **options) as client:
-        headers = {key: {"Host": key[0], **({"Origin": key[1]} if key[1] else {})} for key in told}
-        observed = {key: (await client.get("/health", headers=sent)).status_code for key, sent in headers.items()}
-    assert observed == told
+    is_page = origin is not None or path == "/explorer/"
+    async with asgi_client(registry_of(), allowed_hosts=[allowed], explorer=True) as client:
+        headers = {"Host": "other.example"} | ({"Origin": origin} if origin else {})
+        refused = await client.get(path, headers=headers)
+    for text in (refused.text, caplog.messages[-1]):
+        assert "allowed_hosts" in text
+        assert "--allowed-hosts" in text
+        assert ("web page" in text) == is_page
+    assert f"(Host 'other.example', Origin {origin!r})" in caplog.messages[-1]
 
 
-async def test_who_is_refused_is_told_which_option_lets_him_in(caplog: pytest.LogCaptureFixture) -> None:
-    async with asgi_client(registry_of(), allowed_hosts=["tools.example"]) as client:
-        refused = await client.get("/health", headers={"Host": "other.example"})
-    for told in (refused.text, caplog.messages[-1]):
-        assert "allowed_hosts" in told
-        assert "--allowed-hosts" in told
-    assert "other.example" in caplog.messages[-1]
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"host": "0.0.0.0", "explorer": True, "allow_execute": True}, True),
+        ({"host": "0.0.0.0", "explorer": True}, False),
+        ({"host": "0.0.0.0", "allow_execute": True}, False),
+        ({"explorer": True, "allow_execute": True}, False),
+    ],
+)
+def test_an_explorer_that_runs_tools_where_others_reach_it_is_a_warning(
+    options: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(registry_of({"t.echo": echo}), **options):
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [bool(warnings), "0.0.0.0" in "".join(warnings)] == [warned, warned]
 
 
 # ---- Middleware of the user's ----
