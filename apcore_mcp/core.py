@@ -930,6 +930,7 @@ _SENTENCES = {  # what a client is told, by apcore's error code (SRS 7.5)
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
 _UNEXPECTED = "Internal error occurred"
+_NOBODY = "nobody can be asked"  # the reason of our own approval handlers
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1056,6 +1057,8 @@ class _ErrorMapper:
                 return self._tell_validation(error, step, withheld, report)
             report["user_fixable"] = False  # another module was given something wrong by this one
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
+        if getattr(error, "reason", None) == _NOBODY:
+            return f"{sentence}: {_NOBODY}"
         if withheld and error.code in _SENTENCES:
             sentence = sentence.partition(":")[0]
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
@@ -1437,7 +1440,7 @@ class _ToolCatalog:
             changed = self._changed.copy()
             self._changed -= changed  # before the look at what each is now
             tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
-            for module_id in changed.intersection(self._registry.list(prefix=self._options.prefix)):
+            for module_id in changed.intersection(self._registry.list()):
                 tool = self.build(module_id)
                 if tool is not None:
                     tools[module_id] = tool
@@ -1447,7 +1450,7 @@ class _ToolCatalog:
     def build(self, module_id: str) -> _Tool | None:
         """The module as a tool; None when it cannot be one, or is not wanted."""
         options = self._options
-        if module_id.startswith(tuple(options.exclude or ())):
+        if not module_id.startswith(options.prefix or "") or module_id.startswith(tuple(options.exclude or ())):
             return None
         with _left_out(f"Module {module_id}"):
             module = self._registry.get(module_id)
@@ -1669,8 +1672,9 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 
 def from_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject
-) -> tuple[str, JSONObject]:
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    *, tags: Sequence[str] | None = None, prefix: str | None = None,
+) -> tuple[str, JSONObject]:  # fmt: skip
     """Turn the call a model sent back into a module id and inputs that module accepts.
 
         >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
@@ -1678,18 +1682,20 @@ def from_openai_call(
 
     Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
     at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
-    Source: F-012; OpenAI guide "Structured Outputs". Raises TypeError for neither a Registry nor an Executor;
-    ValueError when `arguments` is no JSON object, and for a module that `to_openai_tools` would not have offered.
+    `tags` and `prefix` are those that `to_openai_tools` had. Source: F-012; OpenAI guide "Structured Outputs". Raises
+    TypeError for neither a Registry nor an Executor; ValueError when `arguments` is no JSON object, for an empty tag or
+    prefix, and for a module that `to_openai_tools` would not have offered.
     """
-    tool, inputs = _read_call(_options_of("from_openai_call()", registry_or_executor), name, arguments)
+    options = _options_of("from_openai_call()", registry_or_executor, tags=tags, prefix=prefix)
+    tool, inputs = _read_call(options, name, arguments)
     return tool.module_id, inputs
 
 
 def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tuple[_Tool, JSONObject]:
-    """The tool that a model called, and what with."""
+    """The tool that a model called, and its inputs; `_NotOffered` when `options` leave it out."""
     module_id = from_openai_name(name, options.registry)
-    is_listed = module_id in options.registry.list(prefix=module_id)
-    tool = _ToolCatalog(options).build(module_id) if is_listed else None
+    is_registered = module_id in options.registry.list(prefix=module_id)  # without what is hidden
+    tool = _ToolCatalog(options).build(module_id) if is_registered else None
     if tool is None:
         raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
@@ -2192,7 +2198,6 @@ def _threads(_pid: int) -> _ModuleThreads:
 
 # ---- Approval: who is asked before a call runs; event loop only ----
 
-_NOBODY = "Nobody can be asked"
 _CONTROL = "system.control."  # how the ids of apcore's modules begin that configure and reload the application
 
 
@@ -3195,20 +3200,21 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def run_openai_call(
-    registry_or_executor: Registry | Executor | APCore,
-    name: str,
-    arguments: str | JSONObject,
-    *,
-    identity: Identity | None = None,
-) -> str:
-    """Run the call a model sent back; what the model is to be told, as text.
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
+    approval: str | ApprovalHandler = "require",
+) -> str:  # fmt: skip
+    """Run the call a model sent back, and return what to tell the model, as text.
 
         output = await run_openai_call(executor, call.function.name, call.function.arguments)
 
     That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), with a line for each file, or the
     plain sentence of the error, also for a function that was not offered. Nulls are dropped as by `from_openai_call`.
-    `identity` is the caller to the ACL. Nobody can be asked for an approval. Raises nothing that a module raised."""
-    options = _options_of("run_openai_call()", registry_or_executor)
+    `tags`, `prefix` and `identity`, the caller to the ACL, are those that `to_openai_tools` had. There is nobody to ask
+    for an approval: "require" and "deny" refuse a call that needs one, "auto" lets it run with a WARNING and "off"
+    without one; an apcore `ApprovalHandler` decides itself, and so does the one that an Executor already has. Raises
+    TypeError and ValueError for wrong options, and nothing that a module raised."""
+    options = _options_of("run_openai_call()", registry_or_executor, tags=tags, prefix=prefix, approval=approval)
     try:
         tool, inputs = _read_call(options, name, arguments)
     except _NotOffered:

@@ -386,6 +386,7 @@ class CountingRegistry(Registry):
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 DENIED = "Approval was denied"
+UNASKED = "Approval was denied: nobody can be asked"
 Answer = Callable[[Any], ElicitResult]
 
 

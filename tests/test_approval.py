@@ -23,7 +23,7 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
 from pydantic import BaseModel
-from support import DENIED, accept, asking, guarded, modern, text_of
+from support import DENIED, UNASKED, accept, asking, guarded, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler
 
@@ -71,7 +71,8 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
             assert len(asked) == ("asked" in happens)
             assert ran == ([{"disk": "a"}] if "runs" in happens else [])
             lacks = (mode, approval, user) == (MODERN, "require", "cannot")
-            assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else DENIED)
+            refusal = UNASKED if (approval, user) == ("require", "cannot") else DENIED
+            assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else refusal)
             warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             let_through = "wipe is let through without approval: its user cannot be asked"
             assert [text for text in warned if "let through" in text] == [let_through] * ("warns" in happens)

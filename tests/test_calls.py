@@ -56,11 +56,11 @@ from mcp.client.sse import sse_client
 from mcp_types import ElicitResult
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
-    DENIED,
     ENVIRONMENT,
     SCHEMA,
     SECRETIVE,
     STAGE_ON_STDIO,
+    UNASKED,
     StreamingModule,
     Wire,
     accept,
@@ -985,7 +985,7 @@ async def test_outside_mcp_nobody_is_asked_and_what_stands_under_the_keys_takes_
     assert (result.structured_content, told) == ({"answer": {"name": "Ada"}}, [(1, 2, "half")])
 
 
-@pytest.mark.parametrize(("approval", "told"), [("require", DENIED), ("auto", '{"ran":true}')], ids=["require", "auto"])
+@pytest.mark.parametrize(("approval", "told"), [("require", UNASKED), ("auto", '{"ran":true}')])
 async def test_where_an_answer_could_not_come_back_nobody_is_asked(mode: str, approval: str, told: str) -> None:
     """A server without sessions may stand behind a load balancer: the retry could reach another one."""
     arguments, asked = asking(accept(name="Ada"))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
-from apcore.approval import AlwaysDenyHandler
+from apcore.approval import AlwaysDenyHandler, AutoApproveHandler
 from apcore.context import Identity
 from conftest import ROOT, FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models
@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import subschemas
+from support import UNASKED, subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
@@ -645,18 +645,76 @@ async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, argument
     assert await run_openai_call(registry, name, arguments) == told
 
 
-async def test_a_call_of_a_model_is_made_for_its_caller_and_asks_nobody() -> None:
+async def test_a_call_of_a_model_is_made_for_its_caller() -> None:
     rules = [ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"roles": ["staff"]})]
     registry = registry_of({"m.run": echo})
     guarded = Executor(registry, acl=ACL(rules, default_effect="deny"))
     ann = Identity("ann", roles=("staff",))
     assert await run_openai_call(guarded, "m-run", "{}") == "Access denied"
     assert await run_openai_call(guarded, "m-run", {"a": 1}, identity=ann) == '{"a":1}'
-    asked = registry_of({"m.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))})
-    refusing = Executor(asked, approval_handler=AlwaysDenyHandler())
-    assert await run_openai_call(refusing, "m-run", "{}") == "Approval was denied"
     with pytest.raises(TypeError, match="Expected Registry or Executor"):
         await run_openai_call(5, "m-run", "{}")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "warnings"),
+    [
+        pytest.param({}, UNASKED, 0, id="default"),
+        pytest.param({"approval": "require"}, UNASKED, 0, id="require"),
+        pytest.param({"approval": "deny"}, "Approval was denied", 0, id="deny"),
+        pytest.param({"approval": "auto"}, '{"a":1}', 1, id="auto"),
+        pytest.param({"approval": "off"}, '{"a":1}', 0, id="off"),
+        pytest.param({"approval": AutoApproveHandler()}, '{"a":1}', 0, id="handler-approves"),
+        pytest.param({"approval": AlwaysDenyHandler()}, "Approval was denied", 0, id="handler-denies"),
+    ],
+)
+async def test_what_needs_approval_is_refused_unless_the_program_decides(
+    options: dict[str, Any], text: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that runs a model's calls has no user to ask; a handler of the Executor's own decides before all."""
+    registry = registry_of({"m.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))})
+    assert await run_openai_call(registry, "m-run", {"a": 1}, **options) == text
+    logged = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([message for message in logged if "without approval" in message]) == warnings
+    refusing = Executor(registry, approval_handler=AlwaysDenyHandler())
+    assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == "Approval was denied"
+
+
+@pytest.mark.parametrize(
+    ("options", "exception", "words"),
+    [
+        ({"approval": "ask"}, ValueError, "Unknown approval"),
+        ({"approval": 5}, TypeError, r"run_openai_call\(\) approval"),
+        ({"tags": [""]}, ValueError, "Tag values must not be empty"),
+        ({"prefix": ""}, ValueError, "prefix must not be empty"),
+    ],
+)
+async def test_wrong_options_of_a_call_are_the_programs_fault(
+    options: dict[str, Any], exception: type[Exception], words: str
+) -> None:
+    with pytest.raises(exception, match=words):
+        await run_openai_call(registry_of({"m.a": echo}), "m-a", "{}", **options)
+
+
+@pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"tags": ["public"]}, {"prefix": "api."}, {"tags": ["read"], "prefix": "api."}, {"prefix": "api.users.set"}],
+)
+async def test_a_call_of_what_the_filters_leave_out_is_refused(filters: dict[str, Any]) -> None:
+    registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
+    offered = names_of(to_openai_tools(registry, **filters))
+    assert offered
+    for module_id in TAGGED:
+        name = module_id.replace(".", "-")
+        text = await run_openai_call(registry, name, "{}", **filters)
+        if name in offered:
+            assert from_openai_call(registry, name, "{}", **filters) == (module_id, {})
+            assert text == "{}"
+        else:
+            assert text == f"Module not found: {name}"
+            with pytest.raises(ValueError, match=name):
+                from_openai_call(registry, name, "{}", **filters)
 
 
 def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:
