@@ -90,7 +90,7 @@ from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
 from apcore.errors import ErrorCodeRegistry, ModuleExecuteError
 from apcore.observability import MetricsCollector, MetricsMiddleware
-from apcore.pipeline import BaseStep, PipelineContext, StepResult
+from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.registry import load_metadata, validate_module
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.streaming import StreamingModule
@@ -1712,9 +1712,10 @@ async def report_progress(
 ) -> None:
     """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
 
-    A number that is not finite, or no higher than the last one, is not sent (MCP "Progress"). Does nothing when the
-    module was not called through MCP (`context` may be None) or the client asked for no progress. SRS FR-EXT-001."""
-    send = _given(context, MCP_PROGRESS_KEY)
+    A `progress` that is not finite, or no higher than the last one, is not sent (MCP, "Progress"), and neither is a
+    `total` that is not finite. Does nothing when the module was not called through MCP (`context` may be None) or the
+    client asked for no progress. Source: FR-EXT-001."""
+    send = _from_context(context, MCP_PROGRESS_KEY)
     if send is not None:
         await send(progress, total, message)
 
@@ -1732,7 +1733,7 @@ async def elicit(
     Raises ValueError, before anything is sent, for a schema that is not an object with properties of simple types, or
     has a pattern that pydantic's engine does not know. The module's own timeout goes on meanwhile: once it is over, or
     the call is cancelled, ExecutionCancelledError. Source: FR-EXT-002; MCP, "Elicitation"."""
-    ask = _given(context, MCP_ELICIT_KEY)
+    ask = _from_context(context, MCP_ELICIT_KEY)
     if ask is None:
         return None
     token = context.cancel_token or CancelToken()
@@ -1742,8 +1743,8 @@ async def elicit(
     return answer
 
 
-def _given(context: object, key: str) -> Any:
-    """What the server of a call put into its context; None without one."""
+def _from_context(context: object, key: str) -> Any:
+    """What the server of a call has put into its context under `key`; None where no server has."""
     data = getattr(context, "data", None)
     return data.get(key) if isinstance(data, Mapping) else None
 
@@ -1752,25 +1753,25 @@ _MODERN = "2026-07-28"  # from here on a server sends no requests: it answers `i
 
 
 def _caller(scope: Mapping[str, Any]) -> Identity | None:
-    """Whom ASGI middleware authenticated as the maker of a request; None for nobody."""
+    """The user whom ASGI middleware has authenticated for a request; None for an anonymous one."""
     user = scope.get("user")
     if not getattr(user, "is_authenticated", False):
         return None
     roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
-    # The SDK's bearer user has the name of the client that acts for him, which may act for many.
+    # The SDK's bearer user is called by its client, which may act for many users: the token's subject is the user.
     name: Any = getattr(getattr(user, "access_token", None), "subject", None)
     for attribute in ("identity", "display_name"):
-        with suppress(NotImplementedError):  # as Starlette's own users have it
+        with suppress(NotImplementedError):  # Starlette's own users have no `identity`
             name = name or getattr(user, attribute, None)
     return Identity(str(name or user), roles=roles)
 
 
 def _label(name: str, caller: Identity | None) -> str:
-    """A call as lines of the log name it: `image.resize`, with its caller where there is one."""
+    """How lines of the log name a call: `image.resize (caller: ann)`, without the bracket for an anonymous caller."""
     return name if caller is None else f"{name} (caller: {_one_line(caller.id)})"
 
 
-_PARKED_SECONDS = 600.0  # how long a user may think, and what a call has to say to a retry is kept
+_PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
 
 
 _FORM_TYPES: dict[str, Any] = {  # of a form's fields, and in Python that of their defaults
@@ -1859,9 +1860,10 @@ def _form(requested_schema: JSONSchema | None) -> JSONSchema:
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `turn` is set when the request that waits can be answered: the call asks, or has ended. It asks one `question` at a
-    time, which `key` names on the wire, and waits for its `answer`. What stands in the context of its modules works
-    from any thread and loop, as a sync module may run an async one in a loop of its own."""
+    `turn` is set when the client's request can be answered, because the call asks its user or has ended. It asks one
+    `question` at a time, which `key` names on the wire, and waits for the `answer`. `report()` and `elicit()`, which
+    modules find in their context, may be called from any thread and loop: a sync module may run an async one in a loop
+    of its own. Everything else belongs to the server's event loop."""
 
     tool: _Tool
     arguments: JSONObject
@@ -1872,27 +1874,27 @@ class _Call:
     def __post_init__(self) -> None:
         self.label = _label(self.tool.module_id, self.caller)
         self.meta: Any = {}
-        self.session: Any = None  # of the request that waits for the next answer
-        self.parks = False  # whether a question is the answer to that request, and the call waits for a retry
+        self.session: Any = None  # of the request that the call answers next; None when there is none
+        self.parks = False  # whether a question answers that request, and the call waits for the client's retry
         self.can_ask = False
         self.token = CancelToken()
         self.turn = asyncio.Event()
-        self.progress = -math.inf  # the last that was told
+        self.progress = -math.inf  # the last number that was sent
         self.task: asyncio.Task[JSONObject]
         self._asking = asyncio.Lock()
-        self._unsent: Future[None] | None = None  # what was last reported from another loop
+        self._unsent: Future[None] | None = None  # the last report from another loop
         self._loop = asyncio.get_running_loop()
 
     def attach(self, ctx: RequestContext) -> None:
-        """Let `ctx` be the request that waits for the next answer."""
+        """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
         self.turn.clear()
         self.session = ctx.session
         self.meta = ctx.meta or {}
         self._request_id = ctx.request_id
-        # A server without sessions may be one of many, and the answer reach another than asked.
+        # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
-        declared = getattr(ctx.session.client_capabilities, "elicitation", None)
-        has_forms = declared and (declared.form or not declared.url)
+        capability = getattr(ctx.session.client_capabilities, "elicitation", None)
+        has_forms = capability and (capability.form or not capability.url)  # `{}` means forms (MCP 2025-11-25)
         self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
 
     @functools.cached_property
@@ -1901,27 +1903,32 @@ class _Call:
         return len(json.dumps(self.arguments, ensure_ascii=False).encode(errors="replace"))
 
     def cancel(self) -> None:
-        """Tell it to end: code that looks at its CancelToken, and the coroutines that run for it."""
+        """End the call: its CancelToken tells code that looks at it, and its coroutines are cancelled."""
         self.token.cancel()
         self.task.cancel()
 
     def end(self) -> None:
-        """Be answered, and say no more; what the module left running keeps its call, but not what it was given."""
+        """Let the request be answered; nothing more is reported or asked. Tasks that the module has left running hold
+        on to the call, so it lets go of what is large: its arguments."""
         self.arguments = {}
         self.session = None
         self.can_ask = False
         self.turn.set()
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+        """Send the client a progress notification, as `report_progress()` says."""
         number = float(progress)
-        whole = total and float(total)
+        limit = None if total is None else float(total)
+        if limit is not None and not math.isfinite(limit):  # JSON has no such number
+            limit = None
         if asyncio.get_running_loop() is self._loop:
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
-                await self.session.report_progress(number, whole, message and _text_of(message))
+                await self.session.report_progress(number, limit, message and _text_of(message))
         elif self._unsent is None or self._unsent.done():
-            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, whole, message), self._loop)
-            # Not for ever: the loop stands still while an async module waits for `executor.call()`.
+            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self._loop)
+            # So that reports arrive in order, and before the result. After a second the module goes on: the server's
+            # loop may be standing still, in an async module that waits for a synchronous `executor.call()`.
             await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
 
     async def elicit(
@@ -1956,18 +1963,19 @@ class _Call:
             return None
 
 
-# For what modules call without its context, also in tasks, timers and threads that outlive the call.
+# The call that code runs for: modules may call others without passing on their context, also from tasks and timers.
 _CURRENT = contextvars.ContextVar[_Call | None]("apcore_mcp_call", default=None)
 _CALL_KEY = "_mcp_call"
 
 
 def _call_of(context: Context[Any]) -> _Call | None:
-    """The tool call that a module runs for: a thread of apcore's knows it by `context`, other code without it."""
+    """The tool call that a module runs for; None where no server was called. The module's context knows it, on threads
+    that apcore starts as well, and otherwise the context variable does."""
     return context.data.get(_CALL_KEY) or _CURRENT.get()
 
 
 def _silence(future: asyncio.Future[Any]) -> None:
-    """What it still raises is nobody's: asyncio would log it, and it may quote secrets."""
+    """Take note of what `future` raised, when nobody else will: or asyncio logs it, and it may quote secrets."""
     if not future.cancelled():
         future.exception()
 
@@ -1978,10 +1986,10 @@ _PYDANTICS_METHOD = cast(Any, BaseModel.model_json_schema).__func__
 
 
 class _ModelView:
-    """A pydantic model as apcore's steps see it: it has its JSON schema at hand, and all else is the model's own.
+    """A pydantic model as apcore's steps see it: its JSON schema is at hand, and everything else is the model's own.
 
-    To redact what it logs, apcore asks for that schema three times in every call, and pydantic writes it anew each
-    time: more than half of what a call with ten fields costs (apcore 0.32)."""
+    To redact what hooks may log, apcore asks for that schema three times in every call (0.32), and pydantic writes it
+    anew each time: without this, that is two thirds of what a call with ten fields costs."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._model = model
@@ -1999,15 +2007,15 @@ class _ModelView:
 
 
 def _view_of(schema: Any) -> Any:
-    """A module's schema as apcore's steps see it. A class that writes its JSON schema itself stays as it is: it may
-    say something else each time."""
+    """A module's schema as apcore's steps see it: a view of a pydantic model, and anything else as it is. A class that
+    writes its JSON schema itself may write another one each time."""
     if isinstance(schema, _Model) and getattr(schema.model_json_schema, "__func__", None) is _PYDANTICS_METHOD:
         return _ModelView(schema)
     return schema
 
 
 class _ModuleView:
-    """A module as apcore's steps see it that read its schemas; everything else is the module's own."""
+    """A module as those of apcore's steps see it that read its schemas; everything else is the module's own."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -2025,7 +2033,7 @@ class _ModuleView:
 
 
 class _RegistryView:
-    """A registry that gives a view of each module; everything else is the registry's own."""
+    """A registry whose modules are views; everything else is the registry's own."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -2039,7 +2047,7 @@ class _RegistryView:
 
 
 class _RunningModule(_ModuleView):
-    """A module as the step sees it that runs it, so that what runs can be ended."""
+    """A module as the step sees it that runs it: what runs for the call can be ended."""
 
     def __init__(self, module: Any, is_streamed: bool) -> None:
         super().__init__(module)
@@ -2056,21 +2064,21 @@ class _RunningModule(_ModuleView):
             if inspect.iscoroutinefunction(execute):
                 return await execute(inputs, context)
             return await asyncio.get_running_loop().run_in_executor(None, execute, inputs, context)
-        except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets these out of any task, and the loop ends
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             self.exit = error
         finally:
             self._task = None
 
     def end(self) -> None:
-        """Cancel what still runs; a thread goes on, but what becomes of it is nobody's any more."""
+        """Cancel what still runs. A thread goes on, and what it returns or raises is dropped."""
         if self._task is not None:
             self._task.add_done_callback(_silence)
             self._task.cancel()
 
 
 class _ModuleStep(BaseStep):
-    """One of apcore's steps, which for the calls of a server sees a view of the module. To other calls of the Executor
-    it is that very step, and custom steps see the module itself."""
+    """One of apcore's steps that, in the calls of a server, sees a view of the module. In other calls of the Executor
+    it does what apcore's does, and the steps around it always see the module itself."""
 
     def __init__(self, step: BaseStep) -> None:
         super().__init__(
@@ -2102,11 +2110,12 @@ class _ModuleStep(BaseStep):
 
 
 class _ModuleLookup(_ModuleStep):
-    """The step that looks a module up, and redacts what it is called with."""
+    """The step that looks a module up, and redacts its arguments for the hooks before validation."""
 
     def __init__(self, step: BuiltinModuleLookup) -> None:
         super().__init__(step)
-        # apcore has no public way to say where this step looks. On a copy: other calls keep the step as it is.
+        # The registry that the step asks is not public. It is set on a copy, and only where there is such an attribute
+        # (`_install_steps`): if apcore changes here, a call takes longer and is as right as before.
         self._lookup = copy.copy(step)
         self._lookup._registry = _RegistryView(step._registry)  # pyright: ignore[reportPrivateUsage]
 
@@ -2121,10 +2130,10 @@ class _ModuleLookup(_ModuleStep):
 
 
 class _Execution(_ModuleStep):
-    """The step that runs a module; what it runs for the call of a server ends with that call.
+    """The step that runs a module. In the calls of a server, what it runs ends with the call.
 
-    apcore runs a coroutine in a task of its own, which goes on when nobody waits for it any more, and does not hold a
-    stream that gives no further chunk to the deadline of its call."""
+    apcore (0.32) runs a coroutine in a task of its own, which goes on when the call is cancelled or times out, and it
+    looks at the deadline of a stream only when a chunk has come."""
 
     async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
         running = ctx.module = _RunningModule(module, ctx.stream)
@@ -2142,31 +2151,36 @@ class _Execution(_ModuleStep):
 
 
 async def _until(deadline: float, stream: Any) -> AsyncIterator[Any]:
-    """The chunks of a stream; an empty one at `deadline` (epoch seconds), which apcore finds to come too late."""
+    """The chunks of `stream`, and at `deadline` (epoch seconds) an empty one, in place of what does not come.
+
+    apcore looks at the deadline whenever a chunk has come, and then ends the call with a ModuleTimeoutError of its own:
+    the empty chunk is never sent."""
     while True:
-        limit = asyncio.timeout(deadline - time.time() + 0.01)  # past it, also by the clock that apcore reads
+        limit = asyncio.timeout(deadline - time.time() + 0.01)  # the clock that apcore reads must be past it, too
         try:
             async with limit:
                 chunk = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
-            if not limit.expired():  # it is the module's own
+            if not limit.expired():  # the module has raised it
                 raise
             chunk = {}
         yield chunk
 
 
 class _ModuleThreads(ThreadPoolExecutor):
-    """Threads for sync modules, each call with the context variables of the task that makes it: many, so that slow
-    modules leave room; daemons, so that one which never returns does not keep the process; and the process's, so that
-    an event loop that ends shuts down nothing."""
+    """Threads for sync modules: as asyncio's default executor, where each call has the context variables of its task.
+
+    There may be 256, so that slow modules leave room for others. They are daemons, so that a module that never returns
+    does not keep the process alive; a ThreadPoolExecutor's own threads are joined at its exit. They end with the
+    process, as the servers in it share them. Any thread may submit."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = queue.SimpleQueue[Any]()
-        self._idle = threading.Semaphore(0)
-        self._unstarted = 256  # how many there may still be
+        self._idle = threading.Semaphore(0)  # counts the threads that wait for a call
+        self._unstarted = 256  # how many threads may still be started
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
@@ -2182,18 +2196,20 @@ class _ModuleThreads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except StopIteration as error:  # which no future of asyncio's takes
+                except StopIteration as error:  # an asyncio future refuses it
                     future.set_exception(RuntimeError(repr(error)))
-                except BaseException as error:  # SystemExit included: the module's, not this thread's
+                except BaseException as error:  # a SystemExit ends the call, not this thread
                     future.set_exception(error)
-            del future, call  # and what the module returned
+            del future, call  # or what the module has returned would be kept until the next call
             self._idle.release()
 
 
-@functools.cache
-def _threads(_pid: int) -> _ModuleThreads:
-    """The threads of this process: what is forked has none of its parent's."""
-    return _ModuleThreads()
+_THREADS_BY_PROCESS: dict[int, _ModuleThreads] = {}  # a process that is forked has none of its parent's threads
+
+
+def _module_threads() -> _ModuleThreads:
+    """The threads that all servers of this process share."""
+    return _THREADS_BY_PROCESS.setdefault(os.getpid(), _ModuleThreads())
 
 
 # ---- Approval: who is asked before a call runs; event loop only ----
@@ -2319,6 +2335,23 @@ def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
     return MCPError(code, message, data)
 
 
+def _install_steps(strategy: ExecutionStrategy) -> None:
+    """Put the steps of these rooms in the places of apcore's that they extend.
+
+    They stay there, as several servers may share an Executor: each step decides by the server of a call, and to a call
+    that came to none it is the very step that it took the place of. Steps of the user's own classes are left alone."""
+    for index, step in enumerate(strategy.steps):
+        if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
+            strategy.replace(step.name, _ApprovalGate(step))
+        elif type(step) is BuiltinExecute:
+            strategy.replace(step.name, _Execution(step))
+        elif type(step) is BuiltinInputValidation or type(step) is BuiltinOutputValidation:
+            strategy.replace(step.name, _ModuleStep(step))
+        elif type(step) is BuiltinModuleLookup and isinstance(getattr(step, "_registry", None), Registry):
+            # `replace()` refuses this one, so that no pipeline loses its look-up; ours is that same look-up.
+            strategy.steps[index] = _ModuleLookup(step)
+
+
 class _ExecutionRouter:
     """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
 
@@ -2333,16 +2366,7 @@ class _ExecutionRouter:
         self._options = options
         self._parked: dict[str, Any] = {}  # calls, and which answer each waits for
         self.running: set[_Call] = set()
-        strategy = self._executor.current_strategy
-        for index, step in enumerate(strategy.steps):
-            if isinstance(step, BuiltinApprovalGate) and not isinstance(step, _ApprovalGate):
-                strategy.replace(step.name, _ApprovalGate(step))
-            elif type(step) is BuiltinExecute:
-                strategy.replace(step.name, _Execution(step))
-            elif type(step) is BuiltinInputValidation or type(step) is BuiltinOutputValidation:
-                strategy.replace(step.name, _ModuleStep(step))
-            elif type(step) is BuiltinModuleLookup and isinstance(getattr(step, "_registry", None), Registry):
-                strategy.steps[index] = _ModuleLookup(step)
+        _install_steps(self._executor.current_strategy)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
         caller = _caller(getattr(ctx.request, "scope", {}))
@@ -3341,7 +3365,7 @@ class _Life:
     def block(self) -> None:
         """Run to the end, on an event loop of its own."""
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(_threads(os.getpid()))
+        loop.set_default_executor(_module_threads())
         running = loop.create_task(self.run())
         try:
             while not running.done():

@@ -178,13 +178,13 @@ def test_on_the_wire_progress_is_never_without_a_token_and_never_after_the_resul
 
 def test_progress_only_rises_and_is_made_of_numbers_and_text() -> None:
     """MCP "Progress": MUST increase. What cannot be said as a number is no progress, and is not said as text."""
-    steps = [math.nan, 1, 1, 0.5, math.inf, Decimal("2.5"), -math.inf, Fraction(11, 4), True, 3]
-    totals = [None, None, 10, 10, 10, Decimal(10), 10, None, 10, 3]
+    steps = [math.nan, 1, 1, 0.5, math.inf, Decimal("2.5"), -math.inf, Fraction(11, 4), True, 3, 4, 5, 6]
+    totals = [None, None, 10, 10, 10, Decimal(10), 10, None, 10, 3, math.inf, math.nan, -math.inf]
 
     async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         for step, total in zip(steps, totals, strict=True):
             await report_progress(context, step, total)  # type: ignore[arg-type]
-        await report_progress(context, 4, message="half of a pair: \ud83d")
+        await report_progress(context, 7, message="half of a pair: \ud83d")
         return {}
 
     request = modern("tools/call", {"name": "work"})
@@ -193,8 +193,15 @@ def test_progress_only_rises_and_is_made_of_numbers_and_text() -> None:
         *told, _ = [line[6:] for line in httpx.post(f"{url}/mcp", **request).text.splitlines() if "{" in line]
     params = [json.loads(event)["params"] for event in told]
     assert all(each.pop("progressToken") == "t" for each in params)
-    assert params.pop() == {"progress": 4, "message": "half of a pair: ?"}
-    assert params == [{"progress": 1}, {"progress": 2.5, "total": 10}, {"progress": 2.75}, {"progress": 3, "total": 3}]
+    assert params.pop() == {"progress": 7, "message": "half of a pair: ?"}
+    without_total = [{"progress": number} for number in (4, 5, 6)]
+    assert params == [
+        {"progress": 1},
+        {"progress": 2.5, "total": 10},
+        {"progress": 2.75},
+        {"progress": 3, "total": 3},
+        *without_total,
+    ]
 
 
 # ---- Cancellation ----
