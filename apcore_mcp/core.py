@@ -1081,7 +1081,7 @@ class _ErrorMapper:
             title = "Output validation failed"
             report["user_fixable"] = False
             withheld = True
-        elif step == "input_validation":  # finds none where middleware has changed the arguments
+        elif step in ("approval_gate", "input_validation"):  # finds none where middleware has changed the arguments
             errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
         errors = errors or [*map(_reported, itertools.islice(error.details["errors"], _ERRORS_MAX))]
         if not errors:
@@ -2258,12 +2258,34 @@ def _approval_question(request: ApprovalRequest) -> str:
     return f"Let {request.module_id} run?{danger}\nArguments: {_SHORT.repr(shown)}"
 
 
-_APPROVERS = {  # who decides about the calls of a server, by its `approval=`; without one, apcore
+# Who decides about the calls of a server, by its `approval=`; None for apcore.
+_APPROVERS: dict[str, ApprovalHandler | None] = {
     "auto": _AskOrLetThrough(),
     "require": ElicitationApprovalHandler(),
     "deny": AlwaysDenyHandler(),
     "off": None,
 }
+
+
+@dataclasses.dataclass
+class _ArgumentsFirst:
+    """An approval handler that is asked once the arguments are valid: nobody should approve a call that then fails.
+
+    apcore asks for approval first. Its own step validates here, and again in its place, where a middleware may have
+    changed the arguments. A step that only warns, or holds for some modules only, is left in its place."""
+
+    handler: ApprovalHandler
+    ctx: PipelineContext
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        for step in self.ctx.context.executor.current_strategy.steps:
+            is_strict = isinstance(step, BaseStep) and not step.ignore_errors and step.match_modules is None
+            if step.name == "input_validation" and is_strict:
+                await step.execute(self.ctx)
+        return await self.handler.request_approval(request)
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        return await self.handler.check_approval(approval_id)
 
 
 class _ApprovalGate(BuiltinApprovalGate):
@@ -2297,19 +2319,26 @@ class _ApprovalGate(BuiltinApprovalGate):
         call = _call_of(ctx.context)
         if call is None:
             return await self._gate.execute(ctx)
+        handler = self.handler or self._handler_of(call)
         gate = self._gate
-        if gate.handler is None:
+        if handler is not None:
             gate = copy.copy(gate)  # the handler is this call's, and the gate everybody's
-            approval = call.options.approval
-            if approval == "auto" and gate.policy is not None and gate.policy.strict:
-                approval = "require"  # apcore itself would let nothing through
-            gate.set_handler(_APPROVERS[approval] if isinstance(approval, str) else approval)
+            gate.set_handler(_ArgumentsFirst(handler, ctx))
         started = time.time()
         try:
             return await gate.execute(ctx)
         finally:
             if ctx.context.global_deadline is not None:
                 ctx.context.global_deadline += time.time() - started
+
+    def _handler_of(self, call: _Call) -> ApprovalHandler | None:
+        """Who decides by the `approval=` of the call's server; None for apcore."""
+        approval = call.options.approval
+        if not isinstance(approval, str):
+            return approval
+        if approval == "auto" and self.policy is not None and self.policy.strict:
+            return _APPROVERS["require"]  # apcore itself would let nothing through
+        return _APPROVERS[approval]
 
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----

@@ -17,12 +17,12 @@ import pytest
 from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotations
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
-from apcore.errors import ApprovalDeniedError
+from apcore.errors import ApprovalDeniedError, SchemaValidationError
 from conftest import MODERN, FunctionalModule, connect, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from support import DENIED, UNASKED, accept, asking, guarded, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler
@@ -354,6 +354,86 @@ async def test_a_gate_of_the_users_own_hears_what_its_executor_is_given_and_says
         assert await outcome_of(client, "wipe") == '{"ran":true}'
 
 
+class Wipe(BaseModel):
+    disk: str
+    passes: int = Field(1, ge=1)
+
+
+WIPE = {"properties": {"disk": {"type": "string"}, "passes": {"type": "integer", "minimum": 1}}, "required": ["disk"]}
+WRONG = {"disk": ["sda"], "passes": 0}
+
+
+@pytest.mark.parametrize("schema", [Wipe, {"type": "object", **WIPE}], ids=["model", "dict"])
+@pytest.mark.parametrize("validate_inputs", [False, True], ids=["", "validate_inputs"])
+async def test_nobody_is_asked_about_arguments_that_the_module_would_refuse(schema: Any, validate_inputs: bool) -> None:
+    """By whatever handler, of the server or of the Executor; and the caller is told what is wrong as ever."""
+    ran: list[dict[str, Any]] = []
+    plain, gated = guarded(ran, input_schema=schema, annotations=None), guarded(ran, input_schema=schema)
+    judge = Judge("approved")
+    arguments, asked = asking(APPROVE)
+    for options, approval in ({}, "require"), ({}, judge), ({"approval_handler": judge}, "auto"):
+        executor = Executor(registry_of({"plain": plain, "gated": gated}), **options)
+        served = {"approval": approval, "validate_inputs": validate_inputs}
+        async with connect(executor, client=arguments, **served) as client:
+            refusal = await client.call_tool("gated", WRONG)
+            assert text_of(refusal) == text_of(await client.call_tool("plain", WRONG))
+            assert re.findall(r"\n- (\w+):", text_of(refusal)) == ["disk", "passes"]
+            assert (ran, asked, judge.asked) == ([], [], [])
+            assert await outcome_of(client, "gated", {"disk": "sda"}) == '{"ran":true}'
+        ran.clear(), asked.clear(), judge.asked.clear()
+
+
+async def test_who_may_not_call_a_module_is_told_so_and_not_what_it_would_take() -> None:
+    registry = registry_of({"wipe": guarded([], input_schema=Wipe)})
+    executor = Executor(registry, acl=ACL(rules=[], default_effect="deny"))
+    arguments, asked = asking(APPROVE)
+    async with connect(executor, client=arguments) as client:
+        assert await outcome_of(client, "wipe", WRONG) == "Access denied"
+    assert asked == []
+
+
+async def test_what_modules_call_is_checked_too_before_anybody_is_asked() -> None:
+    """With their context or without, and from threads."""
+    executor = Executor(registry_of({"wipe": guarded([], input_schema=Wipe)}))
+    failures: list[Exception] = []
+
+    def calling(call: Any) -> FunctionalModule:
+        async def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            try:
+                await call(context)
+            except SchemaValidationError as error:
+                failures.append(error)
+            return {}
+
+        return FunctionalModule(execute)
+
+    modules = {
+        "with": calling(lambda context: executor.call_async("wipe", WRONG, context)),
+        "without": calling(lambda context: executor.call_async("wipe", WRONG)),
+        "thread": calling(lambda context: asyncio.to_thread(executor.call, "wipe", WRONG)),
+    }
+    for module_id, module in modules.items():
+        executor.registry.register(module_id, module)
+    arguments, asked = asking(APPROVE)
+    async with connect(executor, client=arguments) as client:
+        for number, module_id in enumerate(modules, 1):
+            await client.call_tool(module_id)
+            assert (len(failures), asked) == (number, [])
+
+
+async def test_a_pipeline_that_lets_invalid_arguments_through_still_does() -> None:
+    """Where an operator has said that validation only warns, or is for some modules only."""
+    for setting, value in (("ignore_errors", True), ("match_modules", ("other.*",)), ("timeout_ms", 0)):
+        executor, ran = wiping()
+        executor.registry.unregister("wipe")
+        executor.registry.register("wipe", guarded(ran, input_schema=Wipe))
+        (step,) = [step for step in executor.current_strategy.steps if step.name == "input_validation"]
+        setattr(step, setting, value)
+        async with connect(executor, client=asking(APPROVE)[0]) as client:
+            await outcome_of(client, "wipe", WRONG)
+        assert len(ran) == (setting != "timeout_ms")
+
+
 async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() -> None:
     async def callback(context: Any, params: Any) -> ElicitResult:
         await asyncio.sleep(0.3)
@@ -365,15 +445,12 @@ async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() 
 
 
 async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_it_is_given() -> None:
-    class Credentials(BaseModel):
-        password: str
-
     secret = {"type": "string", "x-sensitive": True}
     credentials = {"type": "object", "properties": {"password": secret}}
     properties = {"keys": {"type": "array", "items": secret}, "login": credentials, "disk": {}}
 
     async def call(inputs: dict[str, Any], context: Any) -> Any:
-        given: dict[str, Any] = {"keys": ("s3cret",), "login": Credentials(password="s3cret"), "disk": "\ud800"}
+        given: dict[str, Any] = {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "\ud800"}
         if inputs:
             given |= {"odd": b"\xff", "disk": [Path("/mnt/" + "of many folders " * 10), print]}
         return await context.executor.call_async("disk.wipe", given, context)
