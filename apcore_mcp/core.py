@@ -2960,6 +2960,19 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
     return owned
 
 
+def _without_resumption(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: a client that wants to resume a stream gets a new one, as nothing of a stream is kept.
+
+    MCP leaves that to the server ("Resumability and Redelivery"). The SDK (2.3), which has no event store here, would
+    give no response at all to a request with a Last-Event-ID, which the HTTP server makes a 500."""
+
+    async def unresumed(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [header for header in scope.get("headers", ()) if header[0] != b"last-event-id"]
+        await app({**scope, "headers": headers}, receive, send)
+
+    return unresumed
+
+
 def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
     """`/health`, and where asked for `/metrics` (SRS FR-HEALTH-001, F-021) and the Explorer."""
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -3027,6 +3040,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
         Middleware(_guarded, bridge=bridge, hosts=hosts),
         *(options.middleware or ()),
         Middleware(_own_sessions),
+        Middleware(_without_resumption),
     ]
     if options.explorer and options.allow_execute and not _is_loopback(options.host):
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)

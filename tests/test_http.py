@@ -481,6 +481,18 @@ def test_a_body_that_is_no_request_is_told_so_and_the_server_goes_on() -> None:
             assert answer(client.post(f"{url}/mcp", **request))["result"]["structuredContent"] == {"a": 1}
 
 
+def test_a_stream_that_a_client_asks_to_resume_begins_anew() -> None:
+    """Nothing is kept of a stream; a server that resumes none may leave Last-Event-ID alone (MCP, "Resumability")."""
+    with serving(registry_of()) as url, httpx.Client(timeout=30) as client:
+        _, session = handshake(client, f"{url}/mcp")
+        resume = {"Last-Event-ID": "7"}
+        with client.stream("GET", f"{url}/mcp", headers=session | resume) as stream:
+            assert (stream.status_code, stream.headers["content-type"]) == (200, "text/event-stream")
+            assert client.get(f"{url}/mcp", headers=session | resume).status_code == 409, "there is one already"
+        assert client.get(f"{url}/mcp", headers=ACCEPT | resume).status_code == 400, "there is no session"
+        assert client.get(f"{url}/mcp", headers=modern("ping")["headers"] | resume).status_code == 405
+
+
 # ---- Without sessions ----
 
 
