@@ -15,9 +15,9 @@ import httpx
 import pytest
 from apcore import ModuleAnnotations, ModuleExample
 from conftest import FunctionalModule, echo, registry_of
-from support import UNASKED
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from support import UNASKED
 
 from apcore_mcp import async_serve, elicit, serve
 
