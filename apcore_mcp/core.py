@@ -427,6 +427,22 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSON
     return copied
 
 
+def _subschemas(schema: Any) -> Iterator[JSONSchema]:
+    """`schema` and every schema in it, at any depth, legal or not, but for boolean ones."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            yield part
+            for keyword, value in part.items():
+                if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+                    pending += value.values()
+                elif keyword in _WITH_SCHEMAS:
+                    pending.append(value)
+
+
 def _branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     """The schemas directly inside `schema` that stand under `keywords`."""
     found: list[JSONSchema] = []
@@ -1469,18 +1485,19 @@ class _ToolCatalog:
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-_IN_WORDS = frozenset(  # what OpenAI refuses, and a model can be told in words
+# Strict mode refuses these. A model reads them in the description instead, and the module's own validation holds them.
+_FOR_DESCRIPTION = frozenset(
     "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
     " maxContains".split()
 )
-_OPEN_MAP = re.compile(rb'"additionalProperties":[t{]')
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # as pydantic's pattern of a Decimal does
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # in a pattern, such as pydantic's for a Decimal
 
 
 @dataclasses.dataclass
 class _OpenAIConverter:
-    """Write tools as OpenAI function definitions, in strict mode with parameters that its API takes. What strict mode
-    takes away from a module, and what OpenAI refuses of the rest, is logged as a WARNING."""
+    """Write tools as OpenAI function definitions, with parameters that strict mode takes if it is on.
+
+    A WARNING names each tool whose parameters strict mode refuses all the same, or takes something away from."""
 
     embed_annotations: bool = False
     strict: bool = False
@@ -1491,48 +1508,53 @@ class _OpenAIConverter:
             function["description"] += tool.about.to_suffix()
         function["parameters"] = tool.input_schema
         if self.strict:
-            strict = _to_strict(tool.input_schema)
-            found = detect_openai_strict_incompatibilities(strict)
-            if _OPEN_MAP.search(to_json(tool.input_schema)):
-                found.append("additionalProperties: true")
-            if found:
+            parameters = _to_strict(tool.input_schema)
+            problems = detect_openai_strict_incompatibilities(parameters)
+            if any(map(_is_open_map, _subschemas(tool.input_schema))):  # strict mode would close it
+                problems.append("additionalProperties: true")
+            if problems:
                 text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
-                logger.warning(text, tool.module_id, ", ".join(found))
-            function |= {"parameters": strict, "strict": True}
+                logger.warning(text, tool.module_id, ", ".join(problems))
+            function |= {"parameters": parameters, "strict": True}
         return {"type": "function", "function": function}
 
 
-def _is_told(keyword: str, value: Any) -> bool:
-    """Whether OpenAI refuses what a model can be told in words; the module's own validation still holds it to that."""
+def _is_open_map(schema: JSONSchema) -> bool:
+    """Whether `schema` says that an object may have properties of any name."""
+    return schema.get("additionalProperties", False) is not False
+
+
+def _is_for_description(keyword: str, value: Any) -> bool:
+    """Whether strict mode refuses a keyword with this value that a model can be told of in words."""
     if keyword == "pattern":
         return _LOOKS_AROUND.search(value) is not None
     if keyword == "format":
         return value not in SUPPORTED_FORMATS
-    return keyword in _IN_WORDS
+    return keyword in _FOR_DESCRIPTION
 
 
 def _to_strict(schema: JSONSchema) -> JSONSchema:
-    """Rewrite a self-contained schema for OpenAI's strict mode (SRS FR-OPENAI-003; tech design 8.3).
+    """Rewrite a self-contained schema for OpenAI's strict mode (FR-OPENAI-003; OpenAI guide "Structured Outputs").
 
     `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
     `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
-    kept: JSONSchema = {}
-    in_words: list[str] = []
+    keywords: JSONSchema = {}
+    limits: list[str] = []
     for keyword, value in schema.items():
-        if _is_told(keyword, value):
-            in_words.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
+        if _is_for_description(keyword, value):
+            limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
         elif keyword == "oneOf":
-            kept["anyOf"] = value
-        elif keyword in _CONSTRAINTS or keyword == "description":  # the one description that a model is to read
-            kept[keyword] = value
-    strict = _map_subschemas(kept, _to_strict)
-    if in_words:
-        strict["description"] = f"{schema.get('description', '')} ({', '.join(in_words)})".lstrip()
+            keywords["anyOf"] = value
+        elif keyword in _CONSTRAINTS or keyword == "description":
+            keywords[keyword] = value
+    strict = _map_subschemas(keywords, _to_strict)
+    if limits:
+        strict["description"] = f"{schema.get('description', '')} ({', '.join(limits)})".lstrip()
     if "properties" in schema or "object" in _types(schema):
         properties = _properties(strict)
         for name, field in _properties(schema).items():
-            # Without the tag of a union nothing tells which branch was meant.
+            # A tag of a union has a default too, but pydantic cannot choose a branch by null.
             is_tag = "const" in field and field["const"] == field.get("default")
             if name not in schema.get("required", ()) and not is_tag:
                 properties[name] = _nullable(properties[name])
@@ -1637,38 +1659,39 @@ def to_openai_tools(
 
     `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
     `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
-    logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules, and with an `identity` the ACL does:
-    what it lets that caller call. A module that cannot be converted is left out with a WARNING. Raises TypeError for
-    neither a Registry nor an Executor; ValueError for an empty tag or prefix. Source: SRS FR-OPENAI-001 to -007.
+    logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules; with an `identity`, so does the ACL:
+    only what it lets that caller call is offered. A module that cannot be converted is left out with a WARNING. Raises
+    TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix, and for a module id with a
+    hyphen, which nobody could tell from a dot. Source: FR-OPENAI-001 to -007.
     """
     catalog = _ToolCatalog(_options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix))
-    hyphened = [module_id for module_id in catalog.tools if "-" in module_id]
-    if hyphened:
-        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {hyphened}")
+    with_hyphen = [module_id for module_id in catalog.tools if "-" in module_id]
+    if with_hyphen:
+        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {with_hyphen}")
     tools: Collection[_Tool] = catalog.tools.values()
     if identity is not None:
-        with ThreadPoolExecutor() as threads:  # where no event loop runs yet
+        with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
             tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
     converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
     return [converter.convert(tool) for tool in tools]
 
 
 class _NotOffered(ValueError):
-    """A model called a function that it was not offered."""
+    """A model called a function that `to_openai_tools` does not offer."""
 
 
 def from_openai_name(name: str, registry: Registry | None = None) -> str:
     """Turn an OpenAI function name back into the module id it was made from: `image-resize` into `image.resize`.
 
-    One that was shortened (an id of more than 64 characters) needs the `registry` it came from; ValueError without it,
-    and for a name that no module of it has. Source: SRS FR-OPENAI-002."""
+    A name that was shortened, for an id of more than 64 characters, needs the `registry` that it came from: ValueError
+    without it, and when none of its modules has that name. Source: FR-OPENAI-002."""
     if not _SHORTENED.fullmatch(name):
         return name.replace("-", ".")
     if registry is not None:
         for module_id in registry.list():
             if _portable_name(module_id) == name:
                 return module_id
-    raise _NotOffered(f"Function name {name!r} was shortened, and no registry is given that has its module")
+    raise _NotOffered(f"Function name {name!r} was shortened, and there is no registry that has its module")
 
 
 def from_openai_call(
@@ -1680,11 +1703,12 @@ def from_openai_call(
         >>> from_openai_call(registry, "image-resize", '{"width": 800, "format": null}')
         ('image.resize', {'width': 800})
 
-    Strict mode makes a model write `null` for what it leaves out, so a null the module's own schema forbids is dropped,
-    at every depth; one it allows is kept. Nothing is executed: `await executor.call_async(module_id, inputs)` does.
-    `tags` and `prefix` are those that `to_openai_tools` had. Source: F-012; OpenAI guide "Structured Outputs". Raises
-    TypeError for neither a Registry nor an Executor; ValueError when `arguments` is no JSON object, for an empty tag or
-    prefix, and for a module that `to_openai_tools` would not have offered.
+    `arguments` is the JSON text that came with `name`, or the dict of it. Strict mode makes a model write `null` for
+    what it leaves out, so a null that the module's own schema forbids is dropped, at every depth; one that it allows
+    stays. Nothing is executed: `await executor.call_async(module_id, inputs)` does. `tags` and `prefix` are those that
+    `to_openai_tools` had. Source: FR-OPENAI-003; OpenAI guide "Structured Outputs". Raises TypeError for neither a
+    Registry nor an Executor; ValueError when `arguments` is no JSON object, for an empty tag or prefix, and for a
+    module that `to_openai_tools` would not have offered.
     """
     options = _options_of("from_openai_call()", registry_or_executor, tags=tags, prefix=prefix)
     tool, inputs = _read_call(options, name, arguments)

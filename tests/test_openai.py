@@ -379,7 +379,11 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCap
         whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
         modules[f"odd.m{number}"] = accepting(whole)
     told = {**STRING, "minLength": 1, "format": "uri", "oneOf": [STRING, {**STRING, "maxLength": 3}]}
-    fine = {"not": PART, "x": {"enum": [1]}, "y": told, "z": {}}
+    # Properties with the names of keywords, and data that looks like a schema.
+    fine = {
+        "not": PART, "additionalProperties": STRING, "x": {"enum": [{"additionalProperties": True}]}, "y": told,
+        "z": {},
+    }  # fmt: skip
     registry = registry_of({**modules, "some.fine": accepting({"type": "object", "properties": fine})})
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
