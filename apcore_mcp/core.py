@@ -91,7 +91,7 @@ from apcore.context import Context, Identity
 from apcore.errors import ErrorCodeRegistry, ModuleExecuteError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
-from apcore.registry import load_metadata, validate_module
+from apcore.registry import load_metadata
 from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.streaming import StreamingModule
 from apcore.trace_context import TraceContext
@@ -1217,132 +1217,283 @@ def _document(tool: _Tool) -> str:
 """
 
 
-# ---- Files: a folder's modules: taken in, again when they change, and out when they go; any thread ----
+# ---- Files: a folder's modules: loaded, loaded again when their files change, and removed with them; any thread ----
 
-_PASSED_OVER = re.compile(r"[._]|node_modules$")  # names of what is neither loaded nor looked at
+_IGNORED_NAMES = re.compile(r"[._]|node_modules$")  # of files and folders that are neither loaded nor looked at
 _MODULE_FILES = (".py", "_meta.yaml", ".binding.yaml")
-_ONE_MODULE = (
-    "it has to define one module class (input_schema, output_schema, description, execute), or functions with @module"
-    " (from apcore.decorator import module)"
-)
+_FileState = tuple[int, int, int] | str  # a file's inode, time and size; or what keeps it from being read
+
+
+def _leave_out(what: object, reason: str, messages: list[str]) -> None:
+    """Warn that something is not served and why, and keep that in `messages`, whatever the log level is."""
+    messages.append(f"{what} is left out: {reason}")
+    logger.warning("%s", messages[-1])
 
 
 @contextmanager
-def _left_out(what: object) -> Iterator[None]:
+def _left_out(what: object, messages: list[str]) -> Iterator[None]:
     """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        logger.warning("%s is left out: %s: %s", what, type(error).__name__, _text_of(error))
+        _leave_out(what, f"{type(error).__name__}: {_text_of(error)}", messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Registration:
+    """One module that a file defines, with what `Registry.register` takes of it; `label` says which of the file's."""
+
+    path: str
+    label: str
+    module_id: str
+    module: Any
+    version: str | None = None
+    metadata: JSONObject | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.label}"
 
 
 class _Files:
-    """The files below a registry's extensions directories, and which modules each of them has made.
+    """The files below a registry's extensions directories, and the modules that each of them has defined.
 
-    `update()` loads what is new or has changed and unregisters what has gone, each at the cost of that file alone. A
-    file that cannot be loaded is left out with a WARNING until it changes. Any thread; one update at a time."""
+    `update()` loads what is new or has changed and unregisters what has gone, each at the cost of that file alone. What
+    of a file cannot be loaded is left out with a WARNING until the file changes; a module whose ID another has waits
+    until that one goes. Any thread; one update at a time."""
 
     def __init__(self, registry: Registry) -> None:
-        # Only private names tell where it looks for files, and by which ids.
-        self._registry: Any = registry
+        # Weak, so that `_files_of` keeps no registry alive. `Any`, because only private attributes tell where apcore
+        # looks for files, which IDs it replaces and whom it asks before a file runs; nothing else reads them.
+        self._registry: Any = weakref.proxy(registry)
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[int, int]] = {}  # the time and the size of each file
-        self._made: dict[Any, str] = {}  # by module id, the file
+        self._states: dict[str, _FileState] = {}  # by path
+        self._registered: dict[str, _Registration] = {}  # by module ID
+        self._waiting: list[_Registration] = []  # for an ID that another module has
+        self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
-            self._seen = self._look()
-            self._made = {self._registry._canonical_id_for_path(path): path for path in self._seen}
+            self._states = self._look()
+            for path in self._states:
+                module_id = self._module_id(path)
+                if registry.has(module_id):
+                    self._registered[module_id] = _Registration(path, "module", module_id, registry.get(module_id))
 
     def update(self) -> None:
         """Take in what has changed since the last time: at first, everything."""
         with self._lock:
-            before = self._seen
-            self._seen = self._look()
-            changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ self._seen.items()}
-            # All that goes before any that comes: an id may have moved from one file to another.
-            for module_id, path in [*self._made.items()]:
-                if path in changed:
-                    del self._made[module_id]
-                    with _left_out(f"Module {module_id}"):
-                        self._registry.unregister(module_id)
-            for path in sorted(changed.intersection(self._seen)):
-                with _left_out(path):
-                    for module_id, *registration in self._define(path):
-                        with _left_out(path):
-                            if self._registry.has(module_id):  # of classes, it would take another version
-                                raise ValueError(f"Module ID '{module_id}' is already registered")
-                            self._registry.register(module_id, *registration)
-                            self._made[module_id] = path
+            self.left_out = []
+            before = self._states
+            self._states = self._look()
+            # Metadata is part of the file that it describes.
+            changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ self._states.items()}
+            # All that goes before any that comes: an ID may have moved from one file to another.
+            for registration in [*self._registered.values()]:
+                if registration.path in changed:
+                    self._unregister(registration)
+            waiting = [registration for registration in self._waiting if registration.path not in changed]
+            self._waiting = []
+            for path in sorted(changed.intersection(self._states)):
+                with _left_out(path, self.left_out):
+                    for registration in self._define(path):
+                        self._register(registration)
+            # Only now, so that a file that is edited keeps its IDs.
+            for registration in waiting:
+                if self._registry.has(registration.module_id):
+                    self._waiting.append(registration)
+                else:
+                    self._register(registration)
 
-    def _look(self) -> dict[str, tuple[int, int]]:
-        """The time and the size of each file that may define modules, or say what they are."""
-        seen = {}
-        for root in self._registry._extension_roots:
-            for folder, folders, names in os.walk(os.path.realpath(root["root"])):
-                folders[:] = itertools.filterfalse(_PASSED_OVER.match, folders)
-                for name in itertools.filterfalse(_PASSED_OVER.match, names):
-                    path = os.path.join(folder, name)
-                    if name.endswith(_MODULE_FILES) and not os.path.islink(path):
-                        with suppress(OSError):  # gone meanwhile
-                            facts = os.stat(path)
-                            seen[path] = facts.st_mtime_ns, facts.st_size
-        return seen
-
-    def _define(self, path: str) -> Iterator[Sequence[Any]]:
-        """What `Registry.register` takes of each module that a file defines or binds."""
-        if path.endswith(".yaml"):
-            yield from _bound(path)
+    def _register(self, registration: _Registration) -> None:
+        module_id = registration.module_id
+        if self._registry.has(module_id):  # `register` would take a class for another version of what is there
+            owner = self._registered.get(module_id, "a module that comes from no file")
+            _leave_out(registration, f"the module ID {module_id} belongs to {owner}", self.left_out)
+            self._waiting.append(registration)
             return
-        metadata = load_metadata(Path(path.removesuffix(".py") + "_meta.yaml"))
-        chosen = metadata.get("entry_point", "").rpartition(":")[2]
+        with _left_out(registration, self.left_out):
+            self._registry.register(module_id, registration.module, registration.version, registration.metadata)
+            self._registered[module_id] = registration
+
+    def _unregister(self, registration: _Registration) -> None:
+        module_id = registration.module_id
+        del self._registered[module_id]
+        with _left_out(f"Module {module_id}", self.left_out):
+            # Somebody may have put another module in its place.
+            if self._registry.has(module_id) and self._registry.get(module_id) is registration.module:
+                self._registry.unregister(module_id)
+
+    def _look(self) -> dict[str, _FileState]:
+        """Each file that may define modules, or describe them, by its path."""
+        roots = [os.path.realpath(root["root"]) for root in self._registry._extension_roots]
+        return {path: state for root in roots for path, state in _walk(root, root, ())}
+
+    def _module_id(self, path: str) -> str:
+        """The ID that apcore makes of a path: `text.shout` of `text/shout.py`. A link has the ID of its own path;
+        apcore's look-up follows it first, and a ConfigMap's `shop.py` would be `..2026_11_23.shop`."""
+        roots = {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
+        folder = next(folder for folder in roots if Path(path).is_relative_to(folder))
+        relative = os.path.relpath(path, folder)
+        if relative in self._registry._id_map:
+            return str(self._registry._id_map[relative]["id"])
+        module_id = os.path.splitext(relative)[0].replace(os.sep, ".")
+        if len(roots) == 1 and "namespace" not in roots[folder]:
+            return module_id
+        return f"{roots[folder].get('namespace') or Path(roots[folder]['root']).name}.{module_id}"
+
+    def _define(self, path: str) -> list[_Registration]:
+        """Load a file: what it defines or binds that can be registered. What cannot be is left out by its name."""
+        metadata_path = path.removesuffix(".py") + "_meta.yaml"
+        for read in (path, metadata_path):  # metadata may say that a module requires approval: never without it
+            fault = self._states.get(read)
+            if isinstance(fault, str):
+                _leave_out(path, f"{os.path.basename(read)} {fault}", self.left_out)
+                return []
+        if path.endswith(".yaml"):
+            return _bound(path)
+        metadata = load_metadata(Path(metadata_path))
+        entry_point = metadata.get("entry_point", "").rpartition(":")[2]
         hook = self._registry._pre_approval_hook
         if hook:
             hook(Path(path))
-        module_id = self._registry._canonical_id_for_path(path)
-        functions = set()  # each once, under whatever names
-        classes = set()
-        for value in _run_file(path, f"apcore_ext.{module_id}"):
-            if hasattr(value, "apcore_module"):
-                functions.add(value.apcore_module)
-            elif inspect.isclass(value) and chosen in ("", value.__name__) and not validate_module(value):
-                classes.add(value)
-        if len(classes) > 1 or not (classes or functions):
-            raise ImportError(_ONE_MODULE)
-        for function in functions:
-            yield function.module_id.removeprefix("apcore_ext."), function
-        for module in classes:
-            version = metadata.get("version") or getattr(module, "version", "1.0.0")
-            yield module_id, module(), str(version), metadata
+        module_id = self._module_id(path)
+        contents = _run_file(path, f"apcore_ext.{module_id}")
+        own = [value for value in contents.values() if getattr(value, "__module__", "") == contents["__name__"]]
+        registrations = []
+        count = len(self.left_out)
+        functions = [value for value in own if hasattr(value, "apcore_module")]
+        for function in dict.fromkeys(functions):  # each once, whatever names it has
+            module = function.apcore_module
+            function_id = module.module_id.removeprefix("apcore_ext.")
+            registrations.append(_Registration(path, f"function {function.__name__}", function_id, module))
+        for name, value in contents.items():
+            # `from apcore import module` is another one, which takes a function for an ID and returns its inner one.
+            if inspect.isfunction(value) and value.__qualname__.startswith(f"{APCore.module.__qualname__}.<locals>."):
+                reason = "`from apcore import module` needs @module(): take `from apcore.decorator import module`"
+                _leave_out(f"{path}: function {name}", reason, self.left_out)
+        for cls in self._module_classes(path, dict.fromkeys(filter(inspect.isclass, own)), entry_point):
+            version = str(metadata.get("version") or getattr(cls, "version", "1.0.0"))
+            with _left_out(f"{path}: class {cls.__name__}", self.left_out):
+                registrations.append(_Registration(path, f"class {cls.__name__}", module_id, cls(), version, metadata))
+        if not registrations and len(self.left_out) == count:
+            hint = "a function needs @module (from apcore.decorator import module), a class execute() and input_schema"
+            logger.info("%s defines no module: %s", path, hint)
+        return registrations
+
+    def _module_classes(self, path: str, classes: Iterable[type], entry_point: str) -> list[type]:
+        """The class that is a file's module, if any: the one that `entry_point` names, or the first that can be one.
+        What else looks like a module, and is none that others are made with, is left out by name."""
+        candidates = [cls for cls in classes if _looks_like_module(cls)]
+        candidates = [cls for cls in candidates if not _is_helper(cls, candidates)]
+        if entry_point:
+            candidates = [cls for cls in classes if cls.__name__ == entry_point]
+            if not candidates:
+                reason = "entry_point in the file's metadata names it, and it is not there"
+                _leave_out(f"{path}: class {entry_point}", reason, self.left_out)
+        complete = [cls for cls in candidates if not _module_faults(cls)]
+        for cls in candidates:
+            if cls not in complete:
+                _leave_out(f"{path}: class {cls.__name__}", "; ".join(_module_faults(cls)), self.left_out)
+        for cls in complete[1:]:
+            reason = f"class {complete[0].__name__} is the module of this file: give it a file of its own"
+            _leave_out(f"{path}: class {cls.__name__}", reason, self.left_out)
+        return complete[:1]
 
 
-def _run_file(path: str, place: str) -> list[Any]:
-    """What a file defines itself when it runs as the module `place`, of which `@module` makes the ids of functions.
+def _looks_like_module(cls: type) -> bool:
+    return callable(getattr(cls, "execute", None)) and getattr(cls, "input_schema", None) is not None
+
+
+def _is_helper(cls: type, classes: Iterable[type]) -> bool:
+    """Whether a class is only there to make modules with: it has abstract methods of its own, or two of these marks:
+    it is private, it cannot be a module, another of `classes` derives from it. One mark alone may be a mistake."""
+    is_private = cls.__name__.startswith("_")
+    is_unusable = inspect.isabstract(cls) or bool(_module_faults(cls))
+    is_base = any(other is not cls and issubclass(other, cls) for other in classes)
+    is_abstract = any(name in vars(cls) for name in getattr(cls, "__abstractmethods__", ()))
+    return is_abstract or [is_private, is_unusable, is_base].count(True) >= 2
+
+
+def _module_faults(cls: type) -> list[str]:
+    """What keeps a class from being a module; apcore's `validate_module` knows no dict schemas, `register` does."""
+    faults = []
+    for name in ("input_schema", "output_schema"):
+        schema = getattr(cls, name, None)
+        if schema is None:
+            faults.append(f"it has no {name}")
+        elif not isinstance(schema, dict) and not (inspect.isclass(schema) and issubclass(schema, BaseModel)):
+            faults.append(f"its {name} is neither a pydantic model nor a dict")
+    description = getattr(cls, "description", None)
+    if not description or not isinstance(description, str):
+        faults.append("it has no description")
+    if not callable(getattr(cls, "execute", None)):
+        faults.append("it has no execute()")
+    return faults
+
+
+def _walk(path: str, root: str, folders: tuple[str, ...]) -> Iterator[tuple[str, _FileState]]:
+    """The files at and below `path` that are looked at, also through links as long as these stay below `root`.
+
+    `folders` are the real paths of those that lead here: a link back to one of them would have no end."""
+    is_link = os.path.islink(path)
+    real_path = os.path.join(folders[-1], os.path.basename(path)) if folders and not is_link else os.path.realpath(path)
+    is_module_file = path.endswith(_MODULE_FILES)
+    try:
+        status = os.stat(path)
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if (is_folder or is_module_file) and not Path(real_path).is_relative_to(root):
+            yield path, f"is a link out of the extensions directory, to {real_path}"
+        elif is_folder and real_path in folders:
+            yield path, f"is a link back to {real_path}, which it is in"
+        elif is_folder:
+            for name in itertools.filterfalse(_IGNORED_NAMES.match, os.listdir(path)):
+                yield from _walk(os.path.join(path, name), root, (*folders, real_path))
+        elif is_module_file:
+            yield path, (status.st_ino, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        is_gone = isinstance(error, FileNotFoundError) and not is_link
+        if not is_gone and (is_module_file or not is_link):
+            yield path, f"cannot be read: {error.strerror}"
+
+
+def _run_file(path: str, name: str) -> JSONObject:
+    """Run a file as the Python module `name`, of which `@module` makes the IDs of functions: what it contains, by name.
     From its source, as Python's cache takes two edits of one size within one second for the same."""
-    module = ModuleType(place)
+    module = ModuleType(name)
     module.__file__ = path
-    sys.modules[place] = module  # where dataclasses and pydantic look for what an annotation names
+    sys.modules[name] = module  # where dataclasses and pydantic look for what an annotation names
     sys.modules.setdefault("apcore_ext", ModuleType("apcore_ext"))  # pickle imports it, too
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
-    return [value for value in vars(module).values() if getattr(value, "__module__", "") == place]
+    return dict(vars(module))
 
 
-def _bound(path: str) -> Iterator[tuple[str, FunctionModule]]:
-    """What a `*.binding.yaml` file binds, also of files beside it, each with its id."""
+def _bound(path: str) -> list[_Registration]:
+    """What a `*.binding.yaml` file binds, also of files beside it."""
     if b"x-sensitive" in Path(path).read_bytes():
         raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
+    registrations = []
     for module in BindingLoader().load_bindings(path, Registry()):
         name = _function_of(module).__module__
         beside = Path(folder, *name.split(".")).with_suffix(".py")
         if beside.exists() and not beside.samefile(str(sys.modules[name].__file__)):
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-        yield module.module_id, module
+        registrations.append(_Registration(path, "binding", module.module_id, module))
+    return registrations
 
 
-_files_of = functools.cache(_Files)  # a registry's one loader: of two, each would load what the other has loaded
+_FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
+_FILES_LOCK = threading.Lock()
+
+
+def _files_of(registry: Registry) -> _Files:
+    """The one loader of a registry: of two, each would load what the other has loaded."""
+    with _FILES_LOCK:
+        if registry not in _FILES:
+            _FILES[registry] = _Files(registry)
+        return _FILES[registry]
 
 
 def _folder(extensions_dir: str) -> Registry:
@@ -1358,8 +1509,9 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
     """Load the modules of a directory, as the command line does: a Registry of them, to serve or to give an Executor.
 
     Takes module classes and functions with apcore's `@module` from `*.py` files, and what `*.binding.yaml` files bind.
-    A file that cannot be loaded is left out with a WARNING that names it. Names that begin with `_` or `.`,
-    `node_modules` and links are passed over. Source: design, "Discovery". ValueError where there is no such directory.
+    What cannot be loaded is left out with a WARNING that names the file and the class or the function. Names that begin
+    with `_` or `.` and `node_modules` are not looked at; a link is followed inside the directory and left out when it
+    leads out of it. Source: FR-CLI-002. ValueError where there is no such directory.
     """
     registry = _folder(os.fspath(extensions_dir))
     _files_of(registry).update()
@@ -1369,21 +1521,6 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 # ---- Catalog: the registry as a list of tools that follows it, and who is offered which; any thread ----
 
 _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
-
-
-def _name(tools: Collection[_Tool]) -> dict[str, _Tool]:
-    """Give each tool its alias as its name, where clients can take it and mean no other; all by portable names.
-    No alias is another's id; of two that are the same, the first module by id has it."""
-    by_name = {_portable_name(tool.module_id): tool for tool in tools}
-    for tool in tools:
-        alias = tool.about.alias
-        if _ALIAS.fullmatch(alias) and by_name.setdefault(_portable_name(alias), tool) is tool:
-            tool.name = alias
-        elif tool.name != tool.module_id:  # said once
-            tool.name = tool.module_id
-            text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
-            logger.warning(text, tool.module_id, alias)
-    return by_name
 
 
 class _ToolCatalog:
@@ -1397,13 +1534,14 @@ class _ToolCatalog:
         self._registry = options.registry
         self._options = options
         self._lock = threading.Lock()
-        self._tools: dict[str, _Tool] = {}  # by module id, sorted
-        self._by_name: dict[str, _Tool] = {}  # by id and alias, as they are sent to OpenAI
+        self._tools: dict[str, _Tool] = {}  # by module ID, sorted
+        self._by_name: dict[str, _Tool] = {}  # by the portable form of ID and alias
         self._changed = {*self._registry.list()}
         self._closed = threading.Event()
+        self.left_out: list[str] = []  # when modules were last built, as the WARNINGs say it
 
     def follow(self, on_change: Callable[[], object]) -> None:
-        """Take in every change from now on; `on_change` is called on the thread of each."""
+        """Follow every change from now on; `on_change` is called on the thread of each."""
         self._on_change = on_change
         if self._options.dynamic:
             files = _files_of(self._registry)
@@ -1415,7 +1553,7 @@ class _ToolCatalog:
             threading.Thread(target=look, name="apcore-mcp-files", daemon=True).start()
         for event in ("register", "unregister"):
             self._registry.on(event, self._note_change)
-        self._changed.update(self._registry.list())  # not before, or a module could slip in between
+        self._changed.update(self._registry.list())  # listed after `on`, or a module could slip in between
 
     def close(self) -> None:
         self._closed.set()
@@ -1424,18 +1562,20 @@ class _ToolCatalog:
 
     @property
     def tools(self) -> dict[str, _Tool]:
-        """The listed tools by module id, sorted by it; not to be written to."""
-        self._take_in()
+        """The listed tools by module ID, sorted by it; not to be written to."""
+        self._refresh()
         return self._tools
 
     def find(self, name: str) -> _Tool | None:
-        """The listed tool that a client calls `name`: its id or its alias, in either spelling."""
-        self._take_in()
+        """The listed tool that a client calls `name`: its ID or its alias, with dots or with hyphens."""
+        self._refresh()
         return self._by_name.get(_portable_name(name))
 
     async def offered(self, tools: Iterable[_Tool], caller: Identity | None) -> list[_Tool]:
-        """Those of `tools` that the Executor's ACL, as it stands, lets `caller` call (design, "Who is offered what"):
-        by a copy of its rules, so that a list leaves nothing in its audit."""
+        """Those of `tools` that the ACL of the Executor, as it is now, lets `caller` call.
+
+        A copy of its rules is asked, so that a list leaves nothing in the ACL's audit. An ACL of another class may
+        decide by more than its rules: it is left to decide about calls."""
         offered = [*tools]
         for step in self._options.executor.current_strategy.steps:
             if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
@@ -1444,31 +1584,12 @@ class _ToolCatalog:
                 offered = [tool for tool in offered if (await check(None, tool.module_id, context)).access == "allow"]
         return offered
 
-    def _note_change(self, module_id: str, _module: object = None) -> None:
-        self._changed.add(module_id)
-        self._on_change()
-
-    def _take_in(self) -> None:
-        """Build anew what has changed."""
-        with self._lock:  # before the look whether anything has: another thread may be about to take it in
-            if not self._changed:
-                return
-            changed = self._changed.copy()
-            self._changed -= changed  # before the look at what each is now
-            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
-            for module_id in changed.intersection(self._registry.list()):
-                tool = self.build(module_id)
-                if tool is not None:
-                    tools[module_id] = tool
-            self._tools = dict(sorted(tools.items()))
-            self._by_name = _name(self._tools.values())
-
     def build(self, module_id: str) -> _Tool | None:
-        """The module as a tool; None when it cannot be one, or is not wanted."""
+        """The module as a tool; None when it cannot be one, or the options filter it out."""
         options = self._options
         if not module_id.startswith(options.prefix or "") or module_id.startswith(tuple(options.exclude or ())):
             return None
-        with _left_out(f"Module {module_id}"):
+        with _left_out(f"Module {module_id}", self.left_out):
             module = self._registry.get(module_id)
             descriptor = self._registry.get_definition(module_id)
             if descriptor is None:
@@ -1480,6 +1601,44 @@ class _ToolCatalog:
                 return None
             return _Tool(descriptor, module, options)
         return None
+
+    def _note_change(self, module_id: str, _module: object = None) -> None:
+        self._changed.add(module_id)
+        self._on_change()
+
+    def _refresh(self) -> None:
+        """Build the tools of modules that have changed, and drop those of modules that have gone."""
+        # The lock comes before the look at `_changed`: another thread may have emptied it and still be building.
+        with self._lock:
+            if not self._changed:
+                return
+            # Emptied before the modules are looked at: what changes from now on is noted for the next time.
+            changed = self._changed.copy()
+            self._changed -= changed
+            self.left_out = []
+            tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
+            for module_id in changed.intersection(self._registry.list()):
+                tool = self.build(module_id)
+                if tool is not None:
+                    tools[module_id] = tool
+            self._tools = dict(sorted(tools.items()))
+            self._by_name = self._assign_names(self._tools.values())
+
+    def _assign_names(self, tools: Collection[_Tool]) -> dict[str, _Tool]:
+        """Call each tool by its alias, or by its ID where the alias would not do; returns all by portable names.
+
+        An alias has to be a name that every client takes, and to mean no other tool: it is no other's ID, and of two
+        that are the same the first module by ID has it."""
+        by_name = {_portable_name(tool.module_id): tool for tool in tools}
+        for tool in tools:
+            alias = tool.about.alias
+            if _ALIAS.fullmatch(alias) and by_name.setdefault(_portable_name(alias), tool) is tool:
+                tool.name = alias
+            elif tool.name != tool.module_id:  # else this was found, and warned of, the last time
+                tool.name = tool.module_id
+                text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
+                logger.warning(text, tool.module_id, alias)
+        return by_name
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from conftest import ANYTHING, HANDSHAKE, MODULE, FunctionalModule, RawClient, c
 from mcp.client import Client
 from support import exported_names, followed, run, text_of
 
-from apcore_mcp import discover
+from apcore_mcp import discover, to_openai_tools
 from apcore_mcp.__main__ import main
 
 FUNCTION = "from apcore.decorator import module\n@module(id={!r}, description={!r})\ndef f() -> int: return 1\n"
@@ -44,7 +46,6 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
         "bad/exits.py": "import sys\nsys.exit(3)\n",
         "bad/initial.py": say + ENDS.format("__init__"),
         "bad/loading.py": say + ENDS.format("on_load"),
-        "bad/helper.py": "def help(): pass\n",
         "bad/twice.py": say + "\nclass Again(Say): pass\n",
         "bad/described.py": say,
         "bad/described_meta.yaml": "[not, a, mapping]\n",
@@ -60,7 +61,8 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
     }
     reasons = {
         "bad/bare.py": "from apcore.decorator import module",
-        "bad/twins.py": "'a.b' is already registered",
+        "bad/twice.py": "class Again is left out: class Say is",
+        "bad/twins.py": f"function g is left out: the module ID a.b belongs to {extensions}/bad/twins.py: function f",
         "bad/secret.binding.yaml": "mark it in a model",  # apcore would lose the mark
     }
     for name, text in broken.items():
@@ -68,7 +70,7 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
         (extensions / name).write_text(text)
     ended = run("--extensions-dir", str(extensions), "--export", "openai")
     assert ended.returncode == 0, ended.stderr
-    assert sorted(exported_names(ended.stdout)) == ["a-b", "hand-write", "voice-say", "voice-shout"]
+    assert sorted(exported_names(ended.stdout)) == ["a-b", "bad-twice", "hand-write", "voice-say", "voice-shout"]
     lines = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
     files = [name for name in broken if not name.endswith("_meta.yaml")]
     left_out = [name for name in files for line in lines if name in line and reasons.get(name, "left out") in line]
@@ -133,19 +135,223 @@ async def test_functions_with_the_decorator_are_served_beside_classes_and_bindin
     assert (maths / "imported").read_text() == "once " * 2
 
 
-def test_what_apcore_passes_over_is_no_place_for_bindings_either_and_links_are_not_followed(
+def test_what_apcore_passes_over_is_no_place_for_bindings_either(
     extensions: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever they lead to, or nowhere; `--dynamic` looks in the same places."""
+    """`--dynamic` looks in the same places."""
     for number, place in enumerate(("_old", ".trash", "node_modules", ".venv/lib", "kept")):
         write(extensions / place / "say.py", "Say it")
         (extensions / place / "os.binding.yaml").write_text(bound(f"m.n{number}", "os.path:join", **SCHEMAS))
     write(extensions / "_draft.py", "Say it")
-    for link, target in (("linked.py", "voice/say.py"), ("linked.binding.yaml", "kept/os.binding.yaml"),
-                         ("linked_folder", "kept"), ("loop.py", "loop.py")):  # fmt: skip
-        (extensions / link).symlink_to(target)
     assert discover(extensions).list() == ["hand.write", "kept.say", "m.n4", "voice.say", "voice.shout"]
     assert caplog.text == ""
+
+
+# ---- Classes ----
+
+WITH_DICTS = """
+from apcore_mcp import elicit, report_progress
+
+class Overwrite:
+    description = "Overwrite the file, if its owner wants it"
+    input_schema = output_schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+    async def execute(self, inputs, context):
+        return {"name": inputs["name"].upper()}
+"""
+
+
+async def test_a_class_with_dict_schemas_is_a_module_as_it_is_for_register(extensions: Path) -> None:
+    """Schemas of the two kinds may be mixed; a dict schema holds as it does for a module that was registered."""
+    (extensions / "overwrite.py").write_text(WITH_DICTS)
+    write(extensions / "mixed.py", "Say it", "    output_schema = {'type': 'object'}\n")
+    async with connect(discover(extensions)) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        assert [*tools] == ["hand.write", "mixed", "overwrite", "voice.say", "voice.shout"]
+        assert tools["overwrite"].input_schema["required"] == ["name"]
+        assert (await client.call_tool("overwrite", {"name": "a"})).structured_content == {"name": "A"}
+        assert "- name: " in text_of(await client.call_tool("overwrite", {}))
+        assert (await client.call_tool("mixed", {"text": "a"})).structured_content == {"text": "a"}
+
+
+def left_out(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
+    """The WARNINGs of ours, with the folder's path cut off."""
+    ours = [record for record in caplog.records if (record.name, record.levelname) == ("apcore_mcp", "WARNING")]
+    return [record.getMessage().replace(f"{folder}{os.sep}", "") for record in ours]
+
+
+CLASS = """
+class {name}:
+    description = {description!r}
+    input_schema = {schema}
+    output_schema = {{"type": "object"}}
+    def execute(self, inputs, context): return {{}}
+"""
+
+
+def a_class(name: str, description: object = "Do it", schema: str = '{"type": "object"}') -> str:
+    return CLASS.format(name=name, description=description, schema=schema)
+
+
+OF_ANOTHER_KIND = "its input_schema is neither a pydantic model nor a dict"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (a_class("Say", ""), "class Say is left out: it has no description"),
+        (a_class("Say", None), "class Say is left out: it has no description"),
+        (a_class("Say", schema="'text'"), f"class Say is left out: {OF_ANOTHER_KIND}"),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Text: a: str\n" + a_class("Say", 0, "Text"),
+            f"class Say is left out: {OF_ANOTHER_KIND}; it has no description",
+        ),
+        (a_class("Say").replace("output", "out"), "class Say is left out: it has no output_schema"),
+        (
+            a_class("First") + a_class("Second"),
+            "class Second is left out: class First is the module of this file: give it a file of its own",
+        ),
+        (
+            a_class("Say") + "    def __init__(self): raise LookupError('no such shop')\n",
+            "class Say is left out: LookupError: no such shop",
+        ),
+        (
+            "import abc\nclass Base(abc.ABC):\n    @abc.abstractmethod\n    def ask(self): pass\n"
+            + a_class("Say").replace("Say:", "Say(Base):"),
+            "class Say is left out: TypeError: Can't instantiate abstract class Say",
+        ),
+        (
+            FUNCTION.format("Not-An-Id", "wrong").replace(" f(", " wrong("),
+            "function wrong is left out: InvalidInputError: ",
+        ),
+        (
+            "from apcore import module\n@module\ndef bare() -> int: return 1\n",
+            "function bare is left out: `from apcore import module` needs @module():"
+            " take `from apcore.decorator import module`",
+        ),
+    ],
+    ids=lambda value: value[:40] if "left out" in value else "-",
+)  # fmt: skip
+def test_what_looks_like_a_module_and_is_none_is_named_with_the_reason_and_the_rest_of_its_file_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, reason: str
+) -> None:
+    """It has `execute` and an `input_schema`; beside functions as alone."""
+    (tmp_path / "some.py").write_text(FUNCTION.format("is.served", "yes") + text)
+    registry = discover(tmp_path)
+    assert registry.list() == (["is.served", "some"] if "First" in text else ["is.served"])
+    (line,) = left_out(caplog, tmp_path)
+    assert line.startswith(f"some.py: {reason}")
+    caplog.clear()
+    (tmp_path / "some.py").write_text(text)
+    assert discover(tmp_path).list() == registry.list()[1:]
+    assert left_out(caplog, tmp_path) == [line]
+
+
+def test_helpers_are_no_modules_and_nobody_is_warned_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bases, abstract and private classes, imported ones, what has no schema. A file of nothing else is an INFO."""
+    caplog.set_level("INFO", logger="apcore_mcp")
+    base = a_class("Base", None)
+    abstract = a_class("Abstract").replace("Abstract:", "Abstract(abc.ABC):")
+    abstract = abstract.replace("def ", "@abc.abstractmethod\n    def ")
+    middle = "class Middle(Abstract): pass\n"
+    imported = "import sys\nsys.path.append(__file__[:-12])\nfrom _imported import Say as Other\n"
+    files = {
+        "base.py": base + "\nclass Say(Base): description = 'Say it'\n",
+        "abstract.py": "import abc\n" + abstract + a_class("Say").replace("Say:", "Say(Abstract):"),
+        "private.py": a_class("_Base") + a_class("_Other", None) + a_class("Say").replace("Say:", "Say(_Base):"),
+        "lone.py": a_class("_Lone"),
+        "importing.py": imported + a_class("Say"),
+        "_imported.py": a_class("Say", None),
+        "middle.py": f"import abc\n{abstract}{middle}" + a_class("Say").replace("Say:", "Say(Middle):"),
+        "helper.py": "import abc\ndef help(): pass\nclass Command:\n    def execute(self): pass\n" + abstract,
+        "empty.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert discover(tmp_path).list() == ["abstract", "base", "importing", "lone", "middle", "private"]
+    assert left_out(caplog, tmp_path) == []
+    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert [line.partition(" defines no module")[0] for line in told] == [
+        str(tmp_path / "empty.py"), str(tmp_path / "helper.py"),
+    ]  # fmt: skip
+    assert "from apcore.decorator import module" in told[0]
+
+
+NOT_THERE = "entry_point in the file's metadata names it, and it is not there"
+
+
+def test_the_class_that_a_files_metadata_chooses_is_its_module_or_nothing_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "some.py").write_text(a_class("First") + a_class("Second", "two") + a_class("Third", None))
+    for chosen, description, reason in (
+        ("Second", "two", None),
+        ("Third", None, "some.py: class Third is left out: it has no description"),
+        ("Fourth", None, f"some.py: class Fourth is left out: {NOT_THERE}"),
+    ):
+        (tmp_path / "some_meta.yaml").write_text(f"entry_point: some:{chosen}")
+        definition = discover(tmp_path).get_definition("some")
+        assert (definition and definition.description) == description
+        assert left_out(caplog, tmp_path) == ([reason] if reason else [])
+        caplog.clear()
+
+
+# ---- Links ----
+
+
+def test_a_link_inside_the_folder_is_followed_under_its_own_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Kubernetes ConfigMap is mounted as links through `..data`, which is replaced when it changes."""
+    folder = tmp_path / "mounted"
+    for name in ("shop.py", "tools/text.py"):
+        write(folder / "..2026" / name, name)
+    (folder / "..2026" / "shop_meta.yaml").write_text("description: beside the link")
+    (folder / "..2026" / "_mounted.py").write_text("def negate(a: int) -> int: return -a\n")
+    (folder / "..2026" / "maths.binding.yaml").write_text(bound("m.negate", "_mounted:negate"))
+    (folder / "..data").symlink_to("..2026")
+    for name in ("shop.py", "shop_meta.yaml", "_mounted.py", "maths.binding.yaml", "tools"):
+        (folder / name).symlink_to(f"..data/{name}")
+    registry = discover(folder)
+    assert registry.list() == ["m.negate", "shop", "tools.text"]
+    assert registry.get_definition("shop").description == "beside the link"  # type: ignore[union-attr]
+    assert Executor(registry).call("m.negate", {"a": 1}) == {"result": -1}
+    assert caplog.text == ""
+
+
+def test_a_link_that_leads_out_or_back_or_nowhere_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And ends there; what a link describes is not served without its description."""
+    folder = tmp_path / "folder"
+    write(folder / "kept" / "say.py", "Say it")
+    write(folder / "described.py", "Say it")
+    write(tmp_path / "outside" / "say.py", "Not here")
+    (tmp_path / "meta.yaml").write_text("annotations: {requires_approval: true}")
+    links = {
+        "data.csv": "../outside/data.csv",
+        "described_meta.yaml": "../meta.yaml",
+        "file.py": "../outside/say.py",
+        "folder": "../outside",
+        "kept/back": "..",
+        "kept/self": "self",
+        "kept/loop.py": "loop.py",
+        "nowhere.py": "no_such_file.py",
+        "one": "two/deep",
+        "two": "kept",
+    }
+    for link, target in links.items():
+        (folder / link).symlink_to(target)
+    assert discover(folder).list() == ["kept.say", "two.say"]
+    out = "a link out of the extensions directory, to"
+    assert left_out(caplog, folder) == [
+        f"described.py is left out: described_meta.yaml is {out} {tmp_path}/meta.yaml",
+        f"file.py is left out: file.py is {out} {tmp_path}/outside/say.py",
+        f"folder is left out: folder is {out} {tmp_path}/outside",
+        f"kept/back is left out: back is a link back to {folder}, which it is in",
+        "kept/loop.py is left out: loop.py cannot be read: Too many levels of symbolic links",
+        "nowhere.py is left out: nowhere.py cannot be read: No such file or directory",
+        f"two/back is left out: back is a link back to {folder}, which it is in",
+        "two/loop.py is left out: loop.py cannot be read: Too many levels of symbolic links",
+    ]
 
 
 def test_metadata_beside_a_file_and_versions_that_are_numbers_hold(
@@ -215,7 +421,7 @@ def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> Non
         status, stderr = client.end()
     assert status == 0
     assert b"hand.binding.yaml is left out" in stderr
-    assert b"hand/write.py is left out: ImportError: it has to define one module class" in stderr
+    assert b"hand/write.py defines no module: " in stderr
 
 
 # ---- The files below a registry's own directory, while it is served ----
@@ -296,6 +502,17 @@ async def test_whom_a_registry_asks_before_a_file_runs_is_asked_and_may_forbid_i
     assert sorted(asked) == ["forbidden.py", "function.py", "kept.py"]
 
 
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "closed" / "say.py", "Say it")
+    (tmp_path / "closed").chmod(0)
+    try:
+        assert discover(tmp_path).list() == []
+    finally:
+        (tmp_path / "closed").chmod(0o700)
+    assert left_out(caplog, tmp_path) == ["closed is left out: closed cannot be read: Permission denied"]
+
+
 async def test_a_folder_behind_a_link_is_followed_through_it(tmp_path: Path) -> None:
     """Also back, and though the files of both versions are of one size and one time."""
     current = tmp_path / "current"
@@ -309,6 +526,64 @@ async def test_a_folder_behind_a_link_is_followed_through_it(tmp_path: Path) -> 
             (tmp_path / "new").symlink_to(version)
             (tmp_path / "new").replace(current)
             await wait_until_shown(following, {version: version, "both": version})
+
+
+async def test_a_changed_config_map_is_taken_in_although_no_link_of_a_module_changes(tmp_path: Path) -> None:
+    """Kubernetes replaces `..data`; here the files of both versions are of one size and one time."""
+    for version in ("v1", "v2"):
+        write(tmp_path / f"..{version}" / "shop.py", version)
+        os.utime(tmp_path / f"..{version}" / "shop.py", ns=(0, 1_700_000_000_000_000_000))
+    (tmp_path / "..data").symlink_to("..v1")
+    (tmp_path / "shop.py").symlink_to("..data/shop.py")
+    async with followed(discover(tmp_path), HANDSHAKE, dynamic=True) as following:
+        await wait_until_shown(following, {"shop": "v1"})
+        (tmp_path / "..new").symlink_to("..v2")
+        (tmp_path / "..new").replace(tmp_path / "..data")
+        await wait_until_shown(following, {"shop": "v2"})
+
+
+async def test_of_two_files_with_one_id_the_first_has_it_until_it_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change of the first changes nothing in that; the other comes in as it was loaded, and is warned of once."""
+    first, second, other = tmp_path / "a.py", tmp_path / "b.py", tmp_path / "c.py"
+    runs = f"with open({str(tmp_path / 'runs')!r}, 'a') as file: file.write('once ')\n"
+    first.write_text(FUNCTION.format("shop.find", "first"))
+    second.write_text(runs + FUNCTION.format("shop.find", "second"))
+    registry = discover(tmp_path)
+    async with followed(registry, HANDSHAKE, dynamic=True) as following:
+        await wait_until_shown(following, {"shop.find": "first"})
+        first.write_text(FUNCTION.format("shop.find", "first again"))
+        await wait_until_shown(following, {"shop.find": "first again"})
+        other.write_text(FUNCTION.format("shop.sell", "sell"))
+        await wait_until_shown(following, {"shop.find": "first again", "shop.sell": "sell"})
+        assert left_out(caplog, tmp_path) == [
+            "b.py: function f is left out: the module ID shop.find belongs to a.py: function f"
+        ]
+        caplog.clear()
+        first.unlink()
+        await wait_until_shown(following, {"shop.find": "second", "shop.sell": "sell"})
+        registry.unregister("shop.sell")
+        registry.register("shop.sell", FunctionalModule(echo, description="by hand"))
+        other.write_text(FUNCTION.format("shop.sell", "sell again"))
+        second.unlink()
+        await wait_until_shown(following, {"shop.sell": "by hand"})
+        registry.unregister("shop.sell")
+        await wait_until_shown(following, {"shop.sell": "sell again"})
+    assert (tmp_path / "runs").read_text() == "once "
+    assert left_out(caplog, tmp_path) == [
+        "c.py: function f is left out: the module ID shop.sell belongs to a module that comes from no file"
+    ]
+
+
+def test_a_registry_that_nobody_holds_is_freed_with_what_its_files_have_made(tmp_path: Path) -> None:
+    write(tmp_path / "say.py", "Say it")
+    registry = discover(tmp_path)
+    to_openai_tools(registry)
+    freed = [weakref.ref(registry), weakref.ref(registry.get("say"))]
+    del registry
+    gc.collect()
+    assert [reference() for reference in freed] == [None, None]
 
 
 async def test_a_server_that_starts_again_takes_in_what_changed_meanwhile(tmp_path: Path) -> None:
