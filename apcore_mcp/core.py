@@ -37,6 +37,7 @@ import signal
 import socket
 import stat
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -155,7 +156,7 @@ def _text_of(value: object) -> str:
 
 def _one_line(text: str) -> str:
     """`text` with escapes for line breaks, control characters and characters that reverse what follows them."""
-    return repr(text)[1:-1]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 # ---- Options: every option of `serve()`, once ----
@@ -930,7 +931,7 @@ def _success(
 
 # ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
 
-_SENTENCES = {  # what a client is told, by apcore's error code (SRS 7.5)
+_SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -010)
     "MODULE_NOT_FOUND": "Module not found: {module_id}",
     "MODULE_DISABLED": "Module is disabled: {module_id}",
     "ACL_DENIED": "Access denied",
@@ -947,169 +948,230 @@ _SENTENCES = {  # what a client is told, by apcore's error code (SRS 7.5)
 }
 _UNEXPECTED = "Internal error occurred"
 _NOBODY = "nobody can be asked"  # the reason of our own approval handlers
+_UNEXPECTED_CODE = "GENERAL_INTERNAL_ERROR"
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
-    """An error as a tool result, with its machine-readable form in `_meta` (tool document specification, section 5). No
-    `structuredContent`: the TypeScript client would hold it against the output schema."""
+    """An error as a tool result, with its machine-readable form in `_meta` (FR-ERROR-011).
+
+    It has no `structuredContent`: the TypeScript client would validate that against the output schema."""
     meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
     return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
 
 
-_ERRORS_MAX = 20  # that a client is told of one call
-_ERROR_CHARACTERS = 1_000  # of a field's path, and of what is wrong with it
+_ERRORS_MAX = 20  # how many errors of one call a client reads
+_ERROR_CHARACTERS = 1_000  # of a field's path, of a code and of a message, each
 
 
-def _fault(path: Iterable[Any], code: str, message: str) -> dict[str, str]:
+def _fault(path: Iterable[Any], code: object, message: object) -> dict[str, str]:
+    """What is wrong with one field, shortened: `{"field": "sizes.0", "code": "type", "message": "..."}`."""
     fault = {"field": ".".join(map(str, path)), "code": code, "message": message}
     return {key: _text_of(value)[:_ERROR_CHARACTERS] for key, value in fault.items()}
 
 
-def _reported(error: Any) -> dict[str, str]:
-    """An error as apcore reports it, or a module: a mapping of apcore's or pydantic's, or a text."""
-    told = error if isinstance(error, dict) else {"message": error}
-    path = told.get("field") or told.get("path") or told.get("loc") or ""
+def _fault_of(error: object) -> dict[str, str]:
+    """What is wrong with one field, from the forms in which it is reported: apcore's dicts (`path` and `keyword`, or
+    `field` and `code`), pydantic's (`loc`, `type` and `msg`), or a text of a module's author."""
+    parts = error if isinstance(error, dict) else {"message": error}
+    path = parts.get("field") or parts.get("path") or parts.get("loc") or ""
     if not isinstance(path, list | tuple):
         path = str(path).strip("/").split("/")
-    code = told.get("code") or told.get("keyword") or told.get("type") or "invalid"
-    return _fault(path, code, told.get("message") or told.get("msg") or "")
+    code = parts.get("code") or parts.get("keyword") or parts.get("type") or "invalid"
+    return _fault(path, code, parts.get("message") or parts.get("msg") or "")
+
+
+def _check_required(_: Any, names: list[str], value: object, _schema: JSONSchema) -> Iterator[InvalidValue]:
+    """The keyword `required`, whose errors stand at the missing property: jsonschema's own stand at the object, and
+    name the property only inside of an English sentence."""
+    if isinstance(value, dict):
+        for name in names:
+            if name not in value:
+                yield InvalidValue("Field required", path=[name])
+
+
+_ArgumentsValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": _check_required})
 
 
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
-    """What apcore finds wrong with arguments: `{"field": "a.0", "code": "type", "message": "..."}` each.
+    """What apcore finds wrong with arguments, each field by its full path: `{"field": "sizes.0.width", ...}`.
 
-    A pydantic model is asked as apcore does it, in no time for what keeps Python's `re` and jsonschema busy for
-    minutes: these see what apcore itself shows to them, the arguments of a module with a dict schema."""
+    A pydantic model is asked, as apcore asks it. jsonschema is slower than that, and Python's `re` may take minutes
+    for a pattern: they only see the arguments of modules with a dict schema, for which apcore uses them as well."""
     if not hasattr(tool.model, "model_validate_json"):
-        for found in Draft202012Validator(tool.input_schema).iter_errors(arguments):
-            yield from _leaves(found)
+        for error in _ArgumentsValidator(tool.input_schema).iter_errors(arguments):
+            yield from _leaves(error)
         return
     for name in _unknown(tool, arguments):
         yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
-    except ValidationError as refusal:
-        yield from map(_reported, refusal.errors())
+    except ValidationError as error:
+        yield from map(_fault_of, error.errors())
 
 
 def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
-    """The arguments that a function does not take; apcore passes them on, which is a TypeError."""
+    """The arguments that a function does not take. apcore would pass them on, and Python raise a TypeError."""
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
 
-_OTHER_BRANCH = {("type", 0), ("const", 1), ("enum", 1)}  # what is wrong there, and how deep: a type, a tag
+# An error of these keywords, this deep in a branch of a union, tells that another branch was meant: the type of the
+# value itself, or a property that works as a tag.
+_OTHER_BRANCH = {("type", 0), ("const", 1), ("enum", 1)}
 
 
 def _leaves(error: Any) -> Iterator[dict[str, str]]:
-    """An error of jsonschema's; of a union those of the branches that may have been meant, or of all."""
+    """An error of jsonschema's as faults; for a union those of the branches that may have been meant, or of all."""
     others = {inner.schema_path[0] for inner in error.context if (inner.validator, len(inner.path)) in _OTHER_BRANCH}
     meant = [inner for inner in error.context if inner.schema_path[0] not in others]
     for inner in meant or error.context:
         yield from _leaves(inner)
-    if error.validator == "required":
-        name = error.message.removesuffix("' is a required property")[1:]
-        yield _fault([*error.absolute_path, name], "required", "Field required")
-    elif not error.context:
+    if not error.context:
         yield _fault(error.absolute_path, error.validator, error.message)
+
+
+def _has_marks(module: Any, side: str) -> bool:
+    """Whether a module marks anything `x-sensitive` in its `input_schema` or `output_schema`; also where nobody can
+    tell, as no JSON schema can be made of that."""
+    schema: Any = getattr(module, side, None)
+    declared = _declared_output(module) if side == "output_schema" else schema
+    try:
+        described = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema or {}
+        return any(map(_marks_sensitive, _forms(declared, described)))
+    except Exception:  # fail closed: it may be a user's own class
+        return True
+
+
+_LOG_CHARACTERS = 10_000  # of an error's text in the log
+_WITHHELD = "(not shown: it may quote sensitive values)"
+# Where Python itself and what is installed stand; and this file.
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), __file__)
+
+
+def _place_of(error: BaseException) -> str:
+    """Where `error` was raised, as `shop.py:12 in charge`: the last line that is not in a library, or else the last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    for frame in reversed(own_frames or frames):
+        return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return "an unknown place"
 
 
 @dataclasses.dataclass
 class _ErrorMapper:
-    """Say what went wrong with one call: to the client a plain sentence, to the log what helps.
+    """Says what went wrong with one call: to the client in a plain sentence, to the log in full. It never raises.
 
-    Where the called tool, or another module that the error came through, has `x-sensitive` inputs, neither says more
-    than what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret.
-    Where one has such outputs, the log does not. Used after a call failed, so it may take its time."""
+    Where the tool, or another module that took part in the call, has `x-sensitive` inputs, both learn no more than
+    what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret. Where
+    one has `x-sensitive` outputs, the same holds for the log. It is used after a failure, so it may take its time."""
 
     label: str
     tool: _Tool
     arguments: JSONObject
+    modules: Iterable[Any]  # that took part in the call
     registry: Registry
 
     def to_result(self, error: BaseException) -> JSONObject:
-        """The tool result for `error`, which is logged (SRS FR-ERROR-001 to -011, FR-LOG-003)."""
-        cause = error.cause if isinstance(error, ModuleExecuteError) and error.cause else error
+        """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
+        try:
+            return self._describe(error)
+        except Exception as failure:  # boundary: what a module's author puts into an error may be anything
+            self._log(error, f"(not shown: reading it raised {type(failure).__name__})")
+            return _failure(_UNEXPECTED, _UNEXPECTED_CODE)
+
+    def _describe(self, error: BaseException) -> JSONObject:
+        cause: BaseException = error
+        if isinstance(error, ModuleExecuteError) and error.cause is not None:
+            cause = error.cause  # what the module raised
         step = getattr(error.__context__, "step_name", "")  # of apcore's pipeline
-        if isinstance(cause, RecursionError) and step == "output_validation":  # a cycle, which apcore stumbles over
+        if isinstance(cause, RecursionError) and step == "output_validation":  # apcore follows a cycle to its end
             error = cause = ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON: it holds itself")
-        withheld = self._is_sensitive(error, "input_schema")
-        code = "GENERAL_INTERNAL_ERROR"
+        modules = [*self._modules_behind(error)]
+        is_withheld = any(_has_marks(module, "input_schema") for module in modules)
+        code = _UNEXPECTED_CODE
         text = _UNEXPECTED
         report: JSONObject = {}
         if isinstance(error, ModuleError):
             code = _text_of(error.code)
             report = {"retryable": error.retryable, "user_fixable": error.user_fixable}
         if isinstance(cause, ModuleError):
-            text = self._tell(cause, step, withheld, report)
-        self._log(cause, withheld or bool(self.tool.marks) or self._is_sensitive(error, "output_schema"))
-        return _failure(text, code, **{key: value for key, value in report.items() if value is not None})
+            text, details = self._explain(cause, step, is_withheld)
+            report.update(details)
+        report = {key: value for key, value in report.items() if value is not None}
+        result: JSONObject = _plain(_failure(text, code, **report))
+        if is_withheld or self.tool.marks or any(_has_marks(module, "output_schema") for module in modules):
+            self._log(cause, f"{_WITHHELD} at {_place_of(cause)}")
+        else:
+            trace = None if isinstance(cause, ModuleError) else cause
+            self._log(cause, str(getattr(cause, "message", cause)), trace)
+        return result
 
-    def _is_sensitive(self, error: BaseException | None, side: str) -> bool:
-        """Whether the tool, or a module that `error` or what led to it came through, marks something `x-sensitive`."""
-        modules = [self.tool.descriptor]
+    def _modules_behind(self, error: BaseException | None) -> Iterator[Any]:
+        """The tool and the modules that took part in its call. Those that another Executor ran did so unseen: they are
+        known only where apcore's errors name them."""
+        yield self.tool.descriptor
+        yield from self.modules
         while error is not None:
-            chain = error.details.get("call_chain", ()) if isinstance(error, ModuleError) else ()
-            try:
-                modules += filter(None, map(self.registry.get_definition, chain))
-            except Exception:  # a schema that cannot be made tells nothing
-                return True
+            if isinstance(error, ModuleError):
+                yield from map(self.registry.get, error.details.get("call_chain", ()))
             error = error.__context__
-        return any(_marks_sensitive(getattr(module, side)) for module in modules)
 
-    def _log(self, error: BaseException, withheld: bool) -> None:
-        text = str(getattr(error, "message", error))
-        if withheld:
-            text = f"(not shown: it may quote sensitive values), raised in {traceback.extract_tb(error.__traceback__)}"
-        trace = None if withheld or isinstance(error, ModuleError) else error
-        form = "Tool call error: %s - %s: %.10000s"
-        logger.error(form, self.label, type(error).__name__, _one_line(text), exc_info=trace)
+    def _log(self, error: BaseException, text: str, trace: BaseException | None = None) -> None:
+        text = _one_line(text[:_LOG_CHARACTERS])[:_LOG_CHARACTERS]
+        logger.error("Tool call error: %s - %s: %s", self.label, type(error).__name__, text, exc_info=trace)
 
-    def _tell(self, error: ModuleError, step: str, withheld: bool, report: JSONObject) -> str:
-        """What the client is told; what there is beside it to report goes into `report`."""
-        own = [self.tool.module_id]
-        is_own = error.details.get("call_chain", own) == own
+    def _explain(self, error: ModuleError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
+        """What the client reads of apcore's or a module's `error`, which the `step` of the pipeline raised, and what
+        there is to report beside that text."""
+        own_chain = [self.tool.module_id]
+        is_own = error.details.get("call_chain", own_chain) == own_chain
         if isinstance(error, SchemaValidationError):
             if is_own:
-                return self._tell_validation(error, step, withheld, report)
-            report["user_fixable"] = False  # another module was given something wrong by this one
+                return self._explain_validation(error, step, is_withheld)
+            # This module called another one with wrong arguments: nothing that the client can mend.
+            return f"Module error: {error.code}", {"user_fixable": False}
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
         if getattr(error, "reason", None) == _NOBODY:
-            return f"{sentence}: {_NOBODY}"
-        if withheld and error.code in _SENTENCES:
+            return f"{sentence}: {_NOBODY}", {}
+        if is_withheld and error.code in _SENTENCES:
             sentence = sentence.partition(":")[0]
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
         text = _text_of(sentence.format_map(facts))
+        report: JSONObject = {}
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
-        if is_own and not withheld and error.code not in ErrorCodeRegistry().all_codes:
-            if error.suggestion:  # of the module's author
+        if is_own and not is_withheld and error.code not in ErrorCodeRegistry().all_codes:
+            # The code is the module's own, and so is the advice. apcore's advice may name modules and callers.
+            if error.suggestion:
                 report["suggestion"] = _text_of(error.suggestion)
             if error.ai_guidance:
                 report["ai_guidance"] = _text_of(error.ai_guidance)
                 text += f"\n{report['ai_guidance']}"
-        return text
+        return text, report
 
-    def _tell_validation(self, error: SchemaValidationError, step: str, withheld: bool, report: JSONObject) -> str:
+    def _explain_validation(self, error: SchemaValidationError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
+        """The same for arguments or an output of the tool itself that break their schema: a line for each field."""
         title = "Input validation failed"
-        errors = []
-        # apcore says so of a dict schema's output, too; the step that failed knows better.
+        report: JSONObject = {}
+        faults: list[dict[str, str]] = []
+        # Of a dict schema's output, apcore 0.32 says that the input is invalid; the step that failed knows better.
         if step == "output_validation" or error.message.startswith("Output"):
             title = "Output validation failed"
             report["user_fixable"] = False
-            withheld = True
-        elif step in ("approval_gate", "input_validation"):  # finds none where middleware has changed the arguments
-            errors = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
-        errors = errors or [*map(_reported, itertools.islice(error.details["errors"], _ERRORS_MAX))]
-        if not errors:
-            return title
-        text = f"{title}:"
-        for each in errors:
-            if withheld:  # a message may quote the value, a part or the parent of it
-                is_missing = each["code"] in ("missing", "required")
-                each["message"] = "Field required" if is_missing else "Value is not valid"
-            text += f"\n- {each['field'] or '(root)'}: {each['message']} ({each['code']})"
-        report["error_details"] = {"errors": errors}
-        return text
+            is_withheld = True  # the values are the module's, and the client has no use for them
+        elif step in ("approval_gate", "input_validation"):
+            faults = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
+        if not faults:  # the module itself refuses the arguments, or middleware has changed them
+            faults = [*map(_fault_of, itertools.islice(error.details.get("errors", ()), _ERRORS_MAX))]
+        lines = [title]
+        for fault in faults:
+            if is_withheld:  # a message may quote the value, a part or the parent of it
+                is_missing = fault["code"] in ("missing", "required")
+                fault["message"] = "Field required" if is_missing else "Value is not valid"
+            lines.append(f"- {fault['field'] or '(root)'}: {fault['message']} ({fault['code']})")
+        if faults:
+            lines[0] += ":"
+            report["error_details"] = {"errors": faults}
+        return "\n".join(lines), report
 
 
 # ---- Documents: what a person reads of a tool; pure ----
@@ -2060,6 +2122,7 @@ class _Call:
         self.session: Any = None  # of the request that the call answers next; None when there is none
         self.parks = False  # whether a question answers that request, and the call waits for the client's retry
         self.can_ask = False
+        self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
         self.token = CancelToken()
         self.turn = asyncio.Event()
         self.progress = -math.inf  # the last number that was sent
@@ -2090,10 +2153,18 @@ class _Call:
         self.token.cancel()
         self.task.cancel()
 
+    def record(self, module: Any) -> None:
+        """Note that a module takes part in this call, also where another module calls it.
+
+        Whose secrets an error may quote is known by that. Exceptions do not tell: a module may catch the one that
+        another raised, and later raise its own from what it remembers."""
+        self.modules[id(module)] = module
+
     def end(self) -> None:
         """Let the request be answered; nothing more is reported or asked. Tasks that the module has left running hold
         on to the call, so it lets go of what is large: its arguments."""
         self.arguments = {}
+        self.modules.clear()
         self.session = None
         self.can_ask = False
         self.turn.set()
@@ -2280,8 +2351,10 @@ class _ModuleStep(BaseStep):
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
         module = ctx.module
-        if module is None or _call_of(ctx.context) is None:
+        call = _call_of(ctx.context)
+        if module is None or call is None:
             return await self._step.execute(ctx)
+        call.record(module)
         try:
             return await self._execute_with(module, ctx)
         finally:
@@ -2293,23 +2366,31 @@ class _ModuleStep(BaseStep):
 
 
 class _ModuleLookup(_ModuleStep):
-    """The step that looks a module up, and redacts its arguments for the hooks before validation."""
+    """The step that looks a module up, and redacts its arguments for the hooks before validation.
+
+    Here a call learns which modules take part in it: whatever may quote the arguments in an error comes later."""
 
     def __init__(self, step: BuiltinModuleLookup) -> None:
         super().__init__(step)
-        # The registry that the step asks is not public. It is set on a copy, and only where there is such an attribute
-        # (`_install_steps`): if apcore changes here, a call takes longer and is as right as before.
-        self._lookup = copy.copy(step)
-        self._lookup._registry = _RegistryView(step._registry)  # pyright: ignore[reportPrivateUsage]
+        self._lookup = step
+        registry = getattr(step, "_registry", None)
+        if isinstance(registry, Registry):
+            # The registry that the step asks is not public. It is set on a copy, and only where there is such an
+            # attribute: if apcore changes here, a call takes longer and is as right as before.
+            self._lookup = copy.copy(step)
+            self._lookup._registry = _RegistryView(registry)  # pyright: ignore[reportPrivateUsage]
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
-        if _call_of(ctx.context) is None:
+        call = _call_of(ctx.context)
+        if call is None:
             return await self._step.execute(ctx)
         try:
             return await self._lookup.execute(ctx)
         finally:
             if isinstance(ctx.module, _ModuleView):
                 ctx.module = ctx.module.module
+            if ctx.module is not None:
+                call.record(ctx.module)
 
 
 class _Execution(_ModuleStep):
@@ -2559,7 +2640,7 @@ def _install_steps(strategy: ExecutionStrategy) -> None:
             strategy.replace(step.name, _Execution(step))
         elif type(step) is BuiltinInputValidation or type(step) is BuiltinOutputValidation:
             strategy.replace(step.name, _ModuleStep(step))
-        elif type(step) is BuiltinModuleLookup and isinstance(getattr(step, "_registry", None), Registry):
+        elif type(step) is BuiltinModuleLookup:
             # `replace()` refuses this one, so that no pipeline loses its look-up; ours is that same look-up.
             strategy.steps[index] = _ModuleLookup(step)
 
@@ -2655,7 +2736,8 @@ class _ExecutionRouter:
         except BaseException as error:  # a module may raise anything
             if call.task.cancelling():
                 return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-            mapper = _ErrorMapper(call.label, call.tool, call.arguments, self._options.registry)
+            modules = [*call.modules.values()]
+            mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
             result = mapper.to_result(error)
             if call.parks and getattr(error, "reason", None) == _NOBODY:
                 required: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}

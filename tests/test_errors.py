@@ -28,7 +28,17 @@ from apcore.errors import (
 )
 from conftest import FunctionalModule, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field
-from support import SECRETIVE, calls, client_of, errors_logged, failure, gives, lines_of, noting
+from support import (
+    SECRETIVE,
+    calls,
+    client_of,
+    errors_logged,
+    everything_logged,
+    failure,
+    gives,
+    lines_of,
+    noting,
+)
 
 from apcore_mcp import report_progress
 
@@ -103,6 +113,7 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
                         "Input validation failed:\n- a?: m (?)",
                         {"error_details": {"errors": [{"field": "a?", "code": "?", "message": "m"}]}}),
 }  # fmt: skip
+TOKEN = "S3CR3T-token"
 UNSAID = ("mcp_client_123", "admin.delete_all", "slow.module", "/etc/passwd", "Traceback")
 
 # What is not apcore's, and its class's name in the log (None where Python or apcore raises another in its place).
@@ -217,6 +228,40 @@ async def test_what_a_module_says_beside_its_answer_cannot_break_it(mode: str) -
     assert result.structured_content == {"still": "alive"}
     assert heard == [(1, 3, "half ?")]
     assert read.contents[0].model_dump()["text"] == "# Half\n\n?"
+
+
+def with_odd(error: ModuleError, **attributes: Any) -> ModuleError:
+    """`error`, with attributes that apcore would not give it."""
+    vars(error).update(attributes)
+    return error
+
+
+# Errors that a module's author put together by hand, with something else than apcore's in them.
+UNREADABLE: dict[str, Callable[[], ModuleError]] = {
+    "details_text": lambda: with_odd(InvalidInputError(TOKEN), details=TOKEN),
+    "details_list": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), details=[TOKEN]),
+    "errors_number": lambda: SchemaValidationError(TOKEN, errors=cast(Any, 7)),
+    "message_none": lambda: with_odd(SchemaValidationError(TOKEN, errors=[{"message": TOKEN}]), message=None),
+    "code_list": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), code=[TOKEN]),
+    "flag_object": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), retryable=object()),
+    "timeout_object": lambda: ModuleError("MODULE_TIMEOUT", TOKEN, {"timeout_ms": object()}),
+    "chain_number": lambda: ModuleError("SHOP_CLOSED", TOKEN, {"call_chain": 7}),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_an_error_that_cannot_be_read_is_an_internal_error_and_quoted_nowhere(
+    name: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the mapper stumbles over would else be a protocol error, and its traceback in the log."""
+    tool = f"fails.{name}"
+    async with connect({tool: raising(UNREADABLE[name], input_schema=SECRETIVE)}, mode=mode) as client:
+        result = await client.call_tool(tool, {"token": TOKEN})
+    report = failure(result, "Internal error occurred")
+    assert report["error_type"] in ("GENERAL_INTERNAL_ERROR", "MODULE_EXECUTE_ERROR")
+    (record,) = errors_logged(caplog)
+    assert record.getMessage().startswith(f"Tool call error: {tool} - ")
+    assert TOKEN not in result.model_dump_json(by_alias=True) + everything_logged(caplog) + caplog.text
 
 
 # ---- Errors that apcore itself produces ----
@@ -485,6 +530,19 @@ async def test_arguments_that_middleware_spoils_are_told_as_apcore_found_them() 
     async with connect(Executor(registry, middlewares=[Spoils()])) as client:
         wrong = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))
     assert lines_of(wrong) == [("width", "Input should be a valid integer", "type")]
+
+
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_a_missing_argument_is_named_as_it_is_spelt(validate_inputs: bool) -> None:
+    names = ["it's", 'say "when"', 'it\'s "x"', "a.b"]
+    inner = {"type": "object", "properties": {name: {} for name in names}, "required": names}
+    schema = {"type": "object", "properties": {"order": inner}, "required": ["order"]}
+    modules = {"takes.odd": FunctionalModule(echo, input_schema=schema)}
+    async with connect(modules, validate_inputs=validate_inputs) as client:
+        report = failure(await client.call_tool("takes.odd", {"order": {"it's": 1}}))
+        nothing = failure(await client.call_tool("takes.odd", {}))
+    assert lines_of(report) == [(f"order.{name}", "Field required", "required") for name in names[1:]]
+    assert lines_of(nothing) == [("order", "Field required", "required")]
 
 
 # ---- Functions ----

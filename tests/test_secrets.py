@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from datetime import date
 from typing import Any, NoReturn
 
 import pytest
-from apcore import ModuleAnnotations, ModuleError
+from apcore import Executor, ModuleAnnotations, ModuleError, Registry
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
 from conftest import FunctionalModule, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
@@ -157,7 +160,65 @@ async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[
     await passing_on(inputs, context)
 
 
-WAYS: list[Callable[..., Any]] = [passing_on, wrapping, from_a_thread, through_a_third, streaming]
+async def failure_of(inputs: dict[str, Any], context: Any) -> ModuleError:
+    try:
+        await passing_on(inputs, context)
+    except ModuleError as error:
+        return error
+    raise AssertionError("it does not fail")
+
+
+async def after_a_loop(inputs: dict[str, Any], context: Any) -> NoReturn:
+    errors = [await failure_of(inputs, context) for _ in range(2)]
+    raise RuntimeError(f"cannot log in, twice: {errors[-1].message} {inputs}")
+
+
+async def quoting_it(inputs: dict[str, Any], context: Any) -> NoReturn:
+    error = await failure_of(inputs, context)
+    raise InvalidInputError(f"cannot log in: {error.message} {inputs}")
+
+
+async def in_a_group(inputs: dict[str, Any], context: Any) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(passing_on(inputs, context))
+
+
+async def gathering(inputs: dict[str, Any], context: Any) -> NoReturn:
+    results = await asyncio.gather(passing_on(inputs, context), return_exceptions=True)
+    raise ModuleError("NOBODY_LOGGED_IN", f"{results} {inputs}", ai_guidance=f"try {inputs['password']} again")
+
+
+async def without_context(inputs: dict[str, Any], context: Any) -> NoReturn:
+    with suppress(ModuleError):
+        await context.executor.call_async(f"login.{inputs['how']}", inputs)
+    raise InvalidInputError(f"cannot log in: {inputs}")
+
+
+def from_a_thread_without_context(inputs: dict[str, Any], context: Any) -> NoReturn:
+    with suppress(ModuleError):
+        context.executor.call(f"login.{inputs['how']}", inputs)
+    raise InvalidInputError(f"cannot log in: {inputs}")
+
+
+def from_a_thread_of_its_own(inputs: dict[str, Any], context: Any) -> NoReturn:
+    def log_in() -> None:
+        with suppress(ModuleError):
+            from_a_thread(inputs, context)
+
+    thread = threading.Thread(target=log_in)  # knows nothing of the call but by `context`
+    thread.start()
+    thread.join(timeout=20)
+    raise InvalidInputError(f"cannot log in: {inputs}")
+
+
+async def by_another_executor(inputs: dict[str, Any], context: Any) -> Any:
+    return await Executor(context.executor.registry).call_async(f"login.{inputs['how']}", inputs)
+
+
+WAYS: list[Callable[..., Any]] = [
+    passing_on, wrapping, from_a_thread, through_a_third, streaming, after_a_loop, quoting_it, in_a_group, gathering,
+    without_context, from_a_thread_without_context, from_a_thread_of_its_own, by_another_executor,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +229,13 @@ def speaking() -> Iterator[str]:
     for how, fail in SPEAKING.items():
         hidden = ModuleAnnotations(discoverable=how != "plain")  # what is not listed has secrets too
         modules[f"login.{how}"] = login_of(fail, annotations=hidden)
+    modules["login.refused"] = FunctionalModule(echo, input_schema=Login)  # by a validator that quotes
     with serving(registry_of(modules)) as url:
         yield url
 
 
 @pytest.mark.requirement("NFR-SEC-003")
-@pytest.mark.parametrize("how", SPEAKING)
+@pytest.mark.parametrize("how", [*SPEAKING, "refused"])
 async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
     speaking: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +252,51 @@ async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
             assert [word for word in (SECRET_TEXT, str(SECRET_PIN)) if word in said] == [], tool
 
 
+@pytest.mark.parametrize("strategy", ["standard", "internal", "testing", "performance", "minimal"])
+async def test_which_modules_take_part_is_known_by_whatever_pipeline_an_executor_has(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some have no approval gate, no validation or no middleware. Two servers may share one Executor."""
+    modules: dict[str, Any] = {"quoting_it": quoting_it, "login.invalid": login_of(SPEAKING["invalid"])}
+    executor = Executor(registry_of(modules), strategy=strategy)
+    arguments = {"how": "invalid", "user": "bob", "password": TOKEN}
+    with serving(executor, approval="off") as url, serving(executor) as another_url:
+        for each in (url, another_url):
+            async with client_of(each) as client:
+                result = await client.call_tool("quoting_it", arguments)
+            failure(result, "Invalid input")
+            assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+    assert len(errors_logged(caplog)) == 2
+
+
+async def test_a_module_that_has_been_replaced_meanwhile_took_part_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry()
+
+    async def replacing(inputs: dict[str, Any], context: Any) -> NoReturn:
+        error = await failure_of(inputs, context)
+        registry.unregister("login.invalid")
+        registry.register("login.invalid", FunctionalModule(echo))
+        raise InvalidInputError(f"cannot log in: {error.message}")
+
+    registry.register("replacing", FunctionalModule(replacing))
+    registry.register("login.invalid", login_of(SPEAKING["invalid"]))
+    async with connect(registry) as client:
+        arguments = {"how": "invalid", "user": "bob", "password": TOKEN}
+        result = await client.call_tool("replacing", arguments)
+    failure(result, "Invalid input")
+    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+
+
+async def test_a_module_without_secrets_that_calls_others_without_them_says_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    modules = {"quoting_it": quoting_it, "login.open": FunctionalModule(lambda i, c: throw(InvalidInputError("no")))}
+    async with connect(modules) as client:
+        result = await client.call_tool("quoting_it", {"how": "open"})
+    failure(result, "Invalid input: cannot log in: no {'how': 'open'}")
+    assert errors_logged(caplog)[0].getMessage().endswith("cannot log in: no {'how': 'open'}")
+
+
 async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_and_where(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,7 +307,8 @@ async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_a
     unexpected, invalid = [record.getMessage() for record in errors_logged(caplog)]
     assert "login.plain - RuntimeError: (not shown: it may quote sensitive values)" in unexpected
     assert "login.invalid - InvalidInputError: (not shown: it may quote sensitive values)" in invalid
-    assert re.search(r"test_\w+\.py, line \d+ in throw", unexpected)
+    for message in (unexpected, invalid):
+        assert re.search(r"values\) at test_secrets\.py:\d+ in throw$", message)
 
 
 class Computes(BaseModel):
@@ -214,19 +322,22 @@ def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
     throw(RuntimeError(f"cannot store {TOKEN}"))
 
 
-@pytest.mark.parametrize("tool", ["gives.invalid", "raises.token", "raises.computed", "passes.on"])
+@pytest.mark.parametrize("tool", ["gives.invalid", "raises.token", "raises.computed", "passes.on", "passes.computed"])
 async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {
         "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
         "raises.token": FunctionalModule(fail, output_schema=SECRETIVE),
         "raises.computed": FunctionalModule(fail, output_schema=Computes),
         "passes.on": calls("raises.token"),
+        "passes.computed": calls("raises.computed"),
     }
-    async with connect(modules) as client:
-        result = await client.call_tool(tool, {})
-    failure(result)
-    assert len(errors_logged(caplog)) == 1
-    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+    for redacts in (True, False):
+        caplog.clear()
+        async with connect(modules, redact_output=redacts) as client:
+            result = await client.call_tool(tool, {})
+        failure(result)
+        assert len(errors_logged(caplog)) == 1
+        assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
 
 
 # ---- Redaction ----
