@@ -908,9 +908,16 @@ def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
 
 
 def _success(
-    tool: _Tool, output: Any, formatter: Callable[[Any], str] | None, label: str, *, is_checked: bool
+    tool: _Tool,
+    output: Any,
+    formatter: Callable[[Any], str] | None,
+    label: str,
+    *,
+    is_checked: bool,
+    always_structured: bool,
 ) -> JSONObject:
-    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013).
+    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013), or
+    always.
 
     `formatter` writes the text instead of JSON; when it fails, the log has the `label` of the call. What apcore has not
     checked, as None, which becomes `{}`, is a SchemaValidationError where the advertised schema refuses it."""
@@ -924,7 +931,7 @@ def _success(
         except Exception:  # a user's own function
             logger.exception("output_formatter failed, so %s is answered in JSON", label)
     result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
-    if tool.output_schema:
+    if tool.output_schema or always_structured:
         result["structuredContent"] = value
     return result
 
@@ -2115,6 +2122,7 @@ class _Call:
     options: _Options
     caller: Identity | None
     formatter: Callable[[Any], str] | None = None  # writes the text of the result
+    always_structured: bool = False  # whether a result has structured content, also where no schema is advertised
 
     def __post_init__(self) -> None:
         self.label = _label(self.tool.module_id, self.caller)
@@ -2767,7 +2775,14 @@ class _ExecutionRouter:
                     await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
         else:
             output = await self._executor.call_async(tool.module_id, call.arguments, context)
-        return _success(tool, output, call.formatter, call.label, is_checked=not is_streamed)
+        return _success(
+            tool,
+            output,
+            call.formatter,
+            call.label,
+            is_checked=not is_streamed,
+            always_structured=call.always_structured,
+        )
 
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
@@ -2996,7 +3011,8 @@ class _Bridge:
 
 
 def _explorer_headers(page: str) -> dict[str, str]:
-    """The page may neither load nor send anything elsewhere, nor be framed; no other page may read what is here."""
+    """The headers of all that the Explorer answers: its page may load, send and be framed nowhere else, and no page of
+    another site may read anything here. `page` is its HTML, whose own script and style alone are let run."""
     policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'"
     policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     for tag, inside in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL):
@@ -3012,7 +3028,7 @@ def _explorer_headers(page: str) -> dict[str, str]:
 
 
 def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
-    """The page, and as JSON what it shows and runs (SRS FR-EXPLORER-001 to -006)."""
+    """The routes below its prefix: the page, and as JSON what it shows and runs (FR-EXPLORER-001 to -006)."""
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
@@ -3025,21 +3041,22 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         return answer({"error": f"Tool {request.path_params['name']!r} not found"}, 404)
 
     async def about_server(request: Request) -> Response:
-        facts = {
+        about = {
             "name": options.name,
             "version": options.version or __version__,
             "instructions": options.instructions,
             "transport": options.transport,
-            # Relative to the page, which knows where it is: a proxy may have taken a prefix away.
+            # Relative to the page, as its absolute path may have a prefix that a proxy removes.
             "endpoint": posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix),
             "allowExecute": options.allow_execute,
         }
-        return answer(facts)
+        return answer(about)
 
     async def summaries(request: Request) -> Response:
         tools = await bridge.catalog.offered(bridge.catalog.tools.values(), _caller(request.scope))
-        listing = [tool.definition(options.tool_names) for tool in tools]
-        return answer([{key: tool[key] for key in tool if not key.endswith("Schema")} for tool in listing])
+        definitions = [tool.definition(options.tool_names) for tool in tools]
+        schemas = ("inputSchema", "outputSchema")
+        return answer([{key: each[key] for key in each if key not in schemas} for each in definitions])
 
     async def detail(request: Request) -> Response:
         tool = bridge.catalog.find(request.path_params["name"])
@@ -3049,7 +3066,10 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         return answer({**definition, "documentation": tool.documentation, "examples": _examples(tool)})
 
     async def call(request: Request) -> Response:
-        """Run a tool like any other call, by a client that cannot be asked: `{"result", "content"}` or `{"error"}`."""
+        """Run a tool, as for a client that cannot be asked (FR-EXPLORER-004).
+
+        The answer is `{"result": {...}}` with the output as JSON, and `"content"` with its files, or `{"error": "..."}`
+        with the report that clients find in `_meta`."""
         if not options.allow_execute:
             return answer({"error": "Tool execution is disabled"}, 403)
         tool = bridge.catalog.find(request.path_params["name"])
@@ -3061,15 +3081,22 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
             arguments = None
         if not isinstance(arguments, dict):
             return answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
-        result = await bridge.router.run(_Call(tool, arguments, options, _caller(request.scope)))
+        result = await bridge.router.run(
+            _Call(tool, arguments, options, _caller(request.scope), always_structured=True)
+        )
         text, *files = result["content"]
         if result["isError"]:
-            status = 400 if text["text"].startswith("Input validation failed") else 500
-            return answer({"error": text["text"], **result["_meta"]["apcore-mcp/error"]}, status)
-        told = {"result": json.loads(text["text"])}
+            report = result["_meta"]["apcore-mcp/error"]
+            status = 500
+            if report["error_type"] == "ACL_DENIED":
+                status = 403
+            elif report["error_type"] == "SCHEMA_VALIDATION_ERROR" and report.get("user_fixable"):  # not the output
+                status = 400
+            return answer({"error": text["text"], **report}, status)
+        body = {"result": result["structuredContent"]}
         if files:
-            told["content"] = files
-        return answer(told)
+            body["content"] = files
+        return answer(body)
 
     return [
         Route("/", HTMLResponse(page, headers=headers)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import math
 from collections.abc import AsyncIterator
 from datetime import date
 from typing import Any
@@ -13,7 +14,7 @@ from urllib.parse import urljoin
 
 import httpx
 import pytest
-from apcore import ModuleAnnotations, ModuleExample
+from apcore import ACL, Executor, ModuleAnnotations, ModuleExample, Registry
 from conftest import FunctionalModule, echo, registry_of
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -51,13 +52,20 @@ MODULES = {
     ),
     "t.fail": fail,
     "t.ask": ask,
+    "t.date": lambda inputs, context: {"day": date(2026, 2, 3), "none": None, "big": 10**30},
+    "t.nan": lambda inputs, context: {"n": math.nan},
+    "t.text": FunctionalModule(lambda inputs, context: {"width": "wide"}, output_schema=SIZE),
+    "t.none": lambda inputs, context: None,
 }
 
 
 @contextlib.asynccontextmanager
-async def explorer(mounted: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def explorer(
+    source: Registry | Executor | None = None, *, mounted: str = "", **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an Explorer that may execute, unless `options` say otherwise."""
-    async with async_serve(registry_of(MODULES), **{"explorer": True, "allow_execute": True, **options}) as app:
+    options = {"explorer": True, "allow_execute": True, **options}
+    async with async_serve(source or registry_of(MODULES), **options) as app:
         transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             yield client
@@ -76,7 +84,7 @@ async def test_the_page_is_where_the_prefix_says(prefix: str, transport: str, mo
         at = mounted + prefix.rstrip("/")
         assert (await client.get(f"{at}/")).headers["content-type"] == "text/html; charset=utf-8"
         assert (await client.get(at, follow_redirects=True)).url.path == f"{at}/"
-        assert len((await client.get(f"{at}/tools")).json()) == 4
+        assert len((await client.get(f"{at}/tools")).json()) == len(MODULES)
         endpoint = (await client.get(f"{at}/server")).json()["endpoint"]
         assert urljoin(f"{at}/", endpoint) == mounted + ("/sse" if transport == "sse" else "/mcp")
         assert (await client.post(f"{at}/tools/t.ask/call", json={})).json() == {"result": {"answer": None}}
@@ -102,7 +110,7 @@ async def test_the_list_sums_up_every_tool_and_one_is_told_in_full_under_either_
     async with explorer() as client:
         summary, *others = (await client.get("/explorer/tools")).json()
         tool, same = [(await client.get(f"/explorer/tools/image{dot}resize")).json() for dot in ".-"]
-    assert [summary["name"], *(other["name"] for other in others)] == ["image.resize", "t.ask", "t.draw", "t.fail"]
+    assert [summary["name"], *(other["name"] for other in others)] == sorted(MODULES)
     assert summary["description"] == "Resize an image"
     assert summary["annotations"]["idempotentHint"] is True
     assert summary["_meta"]["apcore/requires_approval"] is True
@@ -131,24 +139,54 @@ DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
 
 @pytest.mark.requirement("FR-EXPLORER-004")
 @pytest.mark.parametrize(
-    ("name", "body", "status", "told"),
+    ("name", "body", "status", "expected"),
     [
         pytest.param("image.resize", b'{"width": 800}', 200, {"result": {"width": 800}}, id="result"),
         pytest.param("t.draw", b"{}", 200, {"result": {"n": 1}, "content": DRAWN}, id="image"),
         pytest.param("t.ask", b"{}", 200, {"result": {"answer": None}}, id="nobody-can-be-asked"),
         pytest.param("foo", b"{}", 404, {"error": "Tool 'foo' not found"}, id="unknown"),
         pytest.param("t.fail", b"{}", 500, {"error": "Internal error occurred", **CRASHED}, id="failure"),
+        pytest.param("t.date", b"{}", 200, {"result": {"day": "2026-02-03", "none": None, "big": 10**30}}, id="plain"),
+        pytest.param("t.nan", b"{}", 500, {"error": "Failed to serialize module output"}, id="no-JSON"),
+        pytest.param("t.text", b"{}", 500, {"user_fixable": False}, id="output-of-another-shape"),
+        pytest.param("t.none", b"{}", 200, {"result": {}}, id="nothing"),
         pytest.param("image.resize", b'{"width": "wide"}', 400, {"error": WRONG, "user_fixable": True}, id="wrong"),
         *(pytest.param("t.ask", body, 400, NO_OBJECT, id=f"{body}") for body in (b"", b"[]", b'{"a": NaN}', b"\xff")),
     ],
 )
-async def test_a_call_is_answered_in_json(name: str, body: bytes, status: int, told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"validate_inputs": True, "output_formatter": str}], ids=str)
+async def test_a_call_is_answered_in_json(
+    name: str, body: bytes, status: int, expected: dict[str, Any], options: dict[str, Any]
+) -> None:
     """The result is JSON whatever an output formatter makes of the text that clients get."""
-    async with explorer(output_formatter=lambda value: "a text") as client:
+    async with explorer(**options) as client:
         response = await client.post(f"/explorer/tools/{name}/call", content=body, headers=JSON)
     answer = response.json()
-    assert (response.status_code, {key: answer[key] for key in told}) == (status, told)
+    assert (response.status_code, {key: answer[key] for key in expected}) == (status, expected)
     assert ("content" in answer) == (name == "t.draw")
+
+
+def fail_to_format(value: Any) -> str:
+    value.clear()
+    raise ValueError("nothing can be made of it")
+
+
+async def test_an_output_formatter_that_fails_changes_nothing_here(caplog: pytest.LogCaptureFixture) -> None:
+    async with explorer(output_formatter=fail_to_format) as client:
+        response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
+    assert response.json() == {"result": {"width": 1}}
+    assert "output_formatter" not in caplog.text, "it is for the text that clients get"
+
+
+@pytest.mark.requirement("FR-EXPLORER-004")
+async def test_a_call_that_the_acl_refuses_is_forbidden() -> None:
+    """403, and not a failure of the server's: FR-EXPLORER-004 has calls run with the ACL."""
+    executor = Executor(registry_of(MODULES), acl=ACL([], default_effect="deny"))
+    async with explorer(executor) as client:
+        for body in ({"width": 1}, {"width": "wide"}):
+            response = await client.post("/explorer/tools/image.resize/call", json=body)
+            answer = response.json()
+            assert (response.status_code, answer["error"], answer["error_type"]) == (403, "Access denied", "ACL_DENIED")
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
