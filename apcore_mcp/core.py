@@ -3009,11 +3009,36 @@ class _Bridge:
 
 # ---- Explorer: one page, and as JSON what it shows and runs ----
 
+# A tool's page (MCP Apps) must not run as the Explorer, nor carry its Authorization header. So the Explorer frames this
+# document, which any caller may load, and posts the page to it (`sandbox-resource-ready` of the specification).
+_FRAME = """<!doctype html>
+<script>
+addEventListener("message", ({ source, data }) => {
+  if (source !== parent || data?.method !== "ui/notifications/sandbox-resource-ready") return;
+  document.open(); // which also removes this listener
+  document.write(data.params.html);
+  document.close();
+});
+parent.postMessage({ jsonrpc: "2.0", method: "ui/notifications/sandbox-proxy-ready", params: {} }, "*");
+</script>
+"""
+# The page keeps the headers of the document that it is written into. The policy is that of the specification for a page
+# that declares no domains, without `'self'`. It repeats the sandbox of the Explorer's frame, because in a tab of its
+# own the document would have the Explorer's origin.
+_FRAME_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; media-src data:"
+        "; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; sandbox allow-scripts"
+    ),
+    # For what no policy stops: WebRTC, and where a page sends its own frame. Chromium 156 knows it; others ignore it.
+    "Connection-Allowlist": "()",  # https://wicg.github.io/connection-allowlists
+}
+
 
 def _explorer_headers(page: str) -> dict[str, str]:
     """The headers of all that the Explorer answers: its page may load, send and be framed nowhere else, and no page of
     another site may read anything here. `page` is its HTML, whose own script and style alone are let run."""
-    policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'"
+    policy = "default-src 'none'; img-src data:; media-src data:; connect-src 'self'; frame-src 'self'"
     policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     for tag, inside in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL):
         digest = hashlib.sha256(inside.encode()).digest()
@@ -3035,6 +3060,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
     options = bridge.options
     page = Path(__file__).with_name("explorer.html").read_text("utf-8")
     headers = _explorer_headers(page)
+    frame_headers = {**headers, **_FRAME_HEADERS}
     answer = functools.partial(JSONResponse, headers=headers)
 
     def not_found(request: Request) -> Response:
@@ -3063,7 +3089,8 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         if tool is None or not await bridge.catalog.offered([tool], _caller(request.scope)):
             return not_found(request)
         definition = tool.definition(options.tool_names)
-        return answer({**definition, "documentation": tool.documentation, "examples": _examples(tool)})
+        about = {"documentation": tool.documentation, "examples": _examples(tool), "page": tool.about.page}
+        return answer({**definition, **about})
 
     async def call(request: Request) -> Response:
         """Run a tool, as for a client that cannot be asked (FR-EXPLORER-004).
@@ -3104,6 +3131,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         Route("/tools", summaries),
         Route("/tools/{name}", detail),
         Route("/tools/{name}/call", call, methods=["POST"]),
+        Route("/tools/{name}/page", HTMLResponse(_FRAME, headers=frame_headers)),
     ]
 
 

@@ -1,5 +1,5 @@
 """A page of a tool's own (MCP Apps, the extension `io.modelcontextprotocol/ui`): where an author writes it, and what
-clients are told of it. How the Explorer shows it is in test_apps_page.py, and other hosts are in interop/.
+clients are told of it. How the Explorer shows it is in test_explorer_page.py, and other hosts are in interop/.
 """
 
 from __future__ import annotations

@@ -221,11 +221,25 @@ async def test_the_page_may_load_and_send_nothing_elsewhere_and_nobody_may_frame
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
 
 
+async def test_the_frame_of_a_tools_own_page_may_run_scripts_and_nothing_else() -> None:
+    """It is the same for every tool, known or not, as it is loaded by who need not be allowed to see the tool."""
+    async with explorer() as client:
+        assert "frame-src 'self'" in (await client.get("/explorer/")).headers["content-security-policy"].split("; ")
+        frame, other = [await client.get(f"/explorer/tools/{name}/page") for name in ("t.draw", "none")]
+    assert frame.text == other.text
+    policy = dict(part.partition(" ")[::2] for part in frame.headers["content-security-policy"].split("; "))
+    assert policy.pop("sandbox") == "allow-scripts"
+    assert policy.pop("frame-ancestors") == "'self'"
+    assert {*policy.values()} == {"'none'", "'unsafe-inline'", "data:"}
+    assert {name for name, value in policy.items() if value == "'unsafe-inline'"} == {"script-src", "style-src"}
+    assert policy["default-src"] == "'none'"
+
+
 async def test_no_answer_is_cached_sniffed_or_read_by_another_site() -> None:
     wanted = {"cache-control": "no-store", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
     wanted |= {"cross-origin-resource-policy": "same-origin"}
     async with explorer() as client:
-        for path in ("", "server", "tools", "tools/t.ask", "tools/none"):
+        for path in ("", "server", "tools", "tools/t.ask", "tools/t.ask/page", "tools/none"):
             assert (await client.get(f"/explorer/{path}")).headers.items() >= wanted.items(), path
 
 

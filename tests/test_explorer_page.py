@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socketserver
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +19,11 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import pytest
-from apcore import ModuleAnnotations, Registry
+from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import FunctionalModule, echo, registry_of, serving
-from playwright.sync_api import Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
@@ -872,3 +873,264 @@ def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Pa
         run(page)
         expect(page.get_by_text("Done")).to_be_visible()
         assert runs == [{}]
+
+
+# ---- A tool's own page (MCP Apps): the Explorer is its host ----
+
+APP = (PAGES / "app.html").read_text()
+NUMBERED = objects(n=NUMBER, big=INTEGER)
+METHOD, RESULT = "ui/notifications/tool-input", "ui/notifications/tool-result"
+
+
+def overlay(html: str) -> dict[str, Any]:
+    return {"display": {"mcp": {"page": html}}}
+
+
+def own_page(page: Page) -> FrameLocator:
+    return page.frame_locator("iframe")
+
+
+def messages(page: Page, *wanted: str) -> list[Any]:
+    """What the tool's page, which is app.html, has been sent, once the last of these words is in it."""
+    text = own_page(page).locator("#got")
+    for word in wanted:
+        expect(text).to_contain_text(word)
+    got: list[Any] = json.loads(text.inner_text())
+    return got
+
+
+def says(page: Page, **message: Any) -> None:
+    """Lets the tool's page, which is app.html, send a message to its host."""
+    own_page(page).locator("body").evaluate("(_, message) => send(message)", message)
+
+
+def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) -> None:
+    given = '{"n": 10.0, "big": 1152921504606846977, "text": "<b>"}'
+    page = show(NUMBERED, metadata=overlay(APP), output_schema=NUMBERED, documentation="# How")
+    write_json(page, given)
+    expect(run(page)).to_contain_text("n: 10.0")
+    expect(page.get_by_title("Page of t.one")).to_be_visible()
+    hello, sent_in, came = messages(page, RESULT)
+    told = hello["result"]
+    assert (told["protocolVersion"], told["hostInfo"]["name"]) == ("2026-01-26", "Tool Explorer")
+    context = told["hostContext"]
+    assert (context["theme"], context["displayMode"]) == ("light", "inline")
+    assert context["containerDimensions"]["maxHeight"] == 800
+    assert context["containerDimensions"]["width"] > 300
+    tool = context["toolInfo"]["tool"]
+    assert (tool["name"], tool["inputSchema"]) == ("t.one", NUMBERED)
+    assert tool.keys() & {"page", "documentation", "examples"} == set()
+    plain = {"n": 10, "big": 1152921504606847000, "text": "<b>"}  # JavaScript has no other number there
+    assert (sent_in["method"], sent_in["params"]) == (METHOD, {"arguments": plain})
+    result = {"content": [{"type": "text", "text": given.replace(" ", "")}], "structuredContent": plain}
+    assert (came["method"], came["params"]) == (RESULT, result)
+
+
+def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) -> None:
+    page = show(NOTHING, metadata=overlay(APP))
+    run(page)
+    messages(page, RESULT)
+    refusals = ["ui/open-link", "ui/message", "tools/call", "resources/read", "ui/update-model-context", "toString"]
+    for number, method in enumerate(refusals):
+        says(page, id=number, method=method, params={"name": "t.one", "url": "http://127.0.0.1:9/"})
+    for silent in ({"method": "notifications/message"}, {"id": None, "method": "ping"}, {"id": "x", "result": {}}, {}):
+        says(page, **silent)
+    says(page, method="ui/notifications/initialized")
+    says(page, id="mode", method="ui/request-display-mode", params={"mode": "fullscreen"})
+    says(page, id="ping", method="ping")
+    answers = messages(page, '"ping"')[3:]
+    assert [(each["id"], each["error"]["code"]) for each in answers[:-2]] == [(n, -32601) for n in range(6)]
+    assert [(each["id"], each["result"]) for each in answers[-2:]] == [("mode", {"mode": "inline"}), ("ping", {})]
+    assert len(posted()) == 1, "the one call that was run"
+
+
+def test_a_page_is_as_high_as_it_says_within_bounds(show: Show) -> None:
+    page = show(NOTHING, metadata=overlay(APP))
+    run(page)
+    messages(page, RESULT)
+    frame = page.locator("iframe")
+    for height, shown in ((200, 200), ("700px", 200), (None, 200), (1e9, 800), (-5, 32), (99.5, 99.5)):
+        says(page, method="ui/notifications/size-changed", params={"width": 1e6, "height": height})
+        says(page, id=f"after {height}", method="ping")
+        messages(page, f"after {height}")
+        assert frame.evaluate("frame => frame.getBoundingClientRect().height") == shown
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDE["width"]
+
+
+HEARD = "addEventListener('message', ({ data }) => { window.heard = data.id; })"
+SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => {
+  if (method === "ui/resource-teardown") setTimeout(() => send({ id, result: {} }), 50);
+})"""
+
+
+def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show, url: str) -> None:
+    page = show(NOTHING, metadata=overlay(APP))
+    page.evaluate(HEARD)
+    run(page)
+    messages(page, RESULT)
+    own_page(page).locator("body").evaluate(SLOW_TO_GO)
+    page.get_by_role("link", name="shop.look").click()
+    page.wait_for_function("() => window.heard === 'teardown'")
+    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
+    expect(page.locator("iframe")).to_have_count(0)
+    page.go_back()
+    assert [each.get("method") for each in messages(page, RESULT)] == [None, METHOD, RESULT], "from the beginning"
+    sent(page)  # which tells a page that never answers, and waits no longer than a moment
+    assert [each.get("method") for each in messages(page, RESULT)] == [None, METHOD, RESULT]
+
+
+def test_a_page_that_never_speaks_is_shown_and_sent_nothing(show: Show) -> None:
+    record = "<script>addEventListener('message', ({ data }) => { document.body.append(data.method); })</script>"
+    page = show(NOTHING, metadata=overlay(f"<p>Still</p>{record}"))
+    for _ in range(2):
+        sent(page)
+        expect(own_page(page).locator("body")).to_have_text("Still")
+    page.get_by_role("link", name="shop.look").click()
+    expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
+
+
+def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Show, registry: Registry) -> None:
+    page = show(objects("n", n=INTEGER), metadata=overlay("<p>First</p>"))
+    expect(run(page)).to_contain_text("Input validation failed:")
+    expect(page.locator("iframe")).to_have_count(0)
+    page.get_by_label("n integer").fill("1")
+    run(page)
+    expect(own_page(page).get_by_text("First")).to_be_visible()
+    registry.unregister("t.one")
+    registry.register("t.one", FunctionalModule(echo, metadata=overlay("<p>Second</p>")))
+    refresh(page)
+    expect(page.locator("iframe")).to_have_count(0)
+    run(page)
+    expect(own_page(page).get_by_text("Second")).to_be_visible()
+
+
+def test_without_execution_no_page_is_shown(page: Page) -> None:
+    with serving(registry_of({"t.one": FunctionalModule(echo, metadata=overlay(APP))}), explorer=True) as url:
+        opened(page, url, "t.one")
+        expect(page.get_by_text("Running tools is switched off here.")).to_be_visible()
+        expect(page.locator("iframe")).to_have_count(0)
+
+
+@pytest.mark.parametrize("begin", ["</script></html>", "<!--", "<plaintext>", "\0"], ids=repr)
+def test_no_html_gets_out_of_the_frame(show: Show, begin: str) -> None:
+    page = show(NOTHING, metadata=overlay(begin + EVIL))
+    expect(run(page)).to_contain_text("{0}")
+    frame = page.locator("iframe").element_handle().content_frame()
+    assert frame is not None
+    frame.wait_for_function("() => !document.querySelector('script')?.textContent.includes('sandbox-proxy-ready')")
+    frame.wait_for_load_state("load")
+    assert page.evaluate("[window.pwned, window.violated]") == [None, None]
+
+
+@pytest.fixture
+def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
+    """The address of somebody else, and how each connection to it began."""
+    came: list[bytes] = []
+
+    class Stranger(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            came.append(b"a connection")
+            came.append(self.request.recv(200))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", came
+        server.shutdown()
+
+
+def closes_webrtc(page: Page) -> bool:
+    """Whether this Chromium knows the header `Connection-Allowlist`; no policy stops WebRTC."""
+    browser = page.context.browser
+    return browser is not None and int(browser.version.split(".")[0]) >= 156
+
+
+def test_a_page_reaches_nothing_and_nobody(show: Show, url: str, somewhere_else: tuple[str, list[bytes]]) -> None:
+    evil, came = somewhere_else
+    runs: list[Any] = []
+
+    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        return {}
+
+    html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
+    page = show(NOTHING, touch, metadata=overlay(html))
+    page.get_by_label("Authorization header").fill("Bearer s3cret")
+    expect(run(page)).to_contain_text("{0}")
+    told = own_page(page).locator("#told")
+    expect(told).to_contain_text("{")
+    reached = {name: came for name, came in json.loads(told.inner_text()).items() if came != "refused"}
+    assert reached == {"origin": "null", "element": "null", "window": "null"}
+    assert page.url == f"{url}/explorer/#t.one"
+    assert len(page.context.pages) == 1
+    if closes_webrtc(page):
+        assert came == []
+    assert runs == [{}]
+    (framed,) = [request for request in asked if request.url.endswith("/page")]
+    assert "authorization" not in framed.headers
+
+
+@pytest.mark.parametrize("place", ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.one", "javascript:top.x=1"])
+def test_a_page_can_send_its_frame_nowhere(
+    show: Show, url: str, somewhere_else: tuple[str, list[bytes]], place: str
+) -> None:
+    evil, came = somewhere_else
+    place = place.replace("TARGET", url).replace("EVIL", evil)
+    html = f"<script>addEventListener('click', () => {{ location = {place!r}; }})</script><p>Go"
+    page = show(NOTHING, metadata=overlay(html))
+    run(page)
+    own_page(page).get_by_text("Go").click()
+    frame = page.locator("iframe").element_handle().content_frame()
+    assert frame is not None
+    if "javascript" not in place:
+        frame.wait_for_url("chrome-error://**")
+    run(page)
+    expect(own_page(page).get_by_text("Go")).to_be_visible()
+    assert page.evaluate("window.x") is None
+    if closes_webrtc(page):
+        assert came == []
+
+
+def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
+    page = show(NOTHING, metadata=overlay(APP))
+    run(page)
+    messages(page, RESULT)
+    ready = {"jsonrpc": "2.0", "method": "ui/notifications/sandbox-resource-ready", "params": {"html": "<b>Evil</b>"}}
+    asks = {"jsonrpc": "2.0", "id": "evil", "method": "ui/initialize", "params": {}}
+    with page.context.expect_page() as opening:
+        page.evaluate("url => { window.other = open(url); }", f"{url}/explorer/tools/t.one/page")
+    other = opening.value
+    other.wait_for_load_state()
+    assert other.evaluate("[self.origin, !!opener]") == ["null", True]
+    storage = "() => { try { return localStorage.length } catch (error) { return error.name } }"
+    assert other.evaluate(storage) == "SecurityError"
+    page.evaluate("ready => { other.postMessage(ready, '*'); }", ready)
+    # Who holds a window of the Explorer may send it messages, and those in it: neither is answered.
+    other.evaluate(
+        "([ready, asks]) => { opener.postMessage(asks, '*'); opener[0].postMessage(ready, '*');"
+        " addEventListener('message', () => { window.answered = true; }); }",
+        [ready, asks],
+    )
+    says(page, id="end", method="ping")
+    assert "evil" not in json.dumps(messages(page, '"end"'))
+    assert other.evaluate("[window.answered, document.body?.textContent ?? '']") == [None, ""]
+    other.close()
+
+
+def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_token(page: Page) -> None:
+    """The frame itself, which is loaded without it, is the same for everybody."""
+    everybody, ann = (ACLRule(callers=["@external"], targets=targets, effect="allow") for targets in (["t.a"], ["t.b"]))
+    ann.conditions = {"identity_types": ["user"]}
+    modules = {name: FunctionalModule(echo, metadata=overlay(APP)) for name in ("t.a", "t.b")}
+    executor = Executor(registry_of(modules), acl=ACL([everybody, ann], default_effect="deny"))
+    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
+    with serving(executor, explorer=True, allow_execute=True, middleware=middleware) as url:
+        page.goto(f"{url}/explorer/#t.b")
+        expect(page.get_by_role("alert")).to_have_text("Tool 't.b' not found")
+        page.get_by_label("Authorization header").fill(f"Bearer {TOKEN}")
+        page.get_by_label("Authorization header").press("Enter")
+        expect(page.get_by_role("heading", level=2, name="t.b")).to_be_visible()
+        run(page)
+        assert TOKEN not in json.dumps(messages(page, RESULT))
+        (framed,) = [request for request in asked if request.url.endswith("/page")]
+        assert "authorization" not in framed.headers
