@@ -3,7 +3,8 @@
     python examples/bearer_token.py
 
 One rule asks for a role that Ann has and Bob has not, another lets everybody ring. A client with each one's token lists
-the tools that it is offered and opens the door all the same, and so does one with a token that nobody has.
+the tools that it is offered and opens the door all the same, and so does one without a token. A token that nobody has
+is answered with 401.
 """
 
 import asyncio
@@ -14,10 +15,11 @@ from apcore import ACL, ACLRule, Executor, Registry
 from apcore.decorator import module
 from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
-from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
 
 from apcore_mcp import MCPServer
 
@@ -41,28 +43,40 @@ USERS = {"token-of-ann": ("ann", ["staff"]), "token-of-bob": ("bob", ["guest"])}
 
 class BearerTokens(AuthenticationBackend):
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        token = conn.headers.get("authorization", "").removeprefix("Bearer ")
-        if token not in USERS:
+        scheme, _, token = conn.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
             return None  # anonymous: may call what a rule allows everybody
+        if token not in USERS:
+            raise AuthenticationError("Unknown token")
         name, roles = USERS[token]
         return AuthCredentials(roles), SimpleUser(name)
+
+
+def unauthorized(conn: HTTPConnection, error: Exception) -> PlainTextResponse:
+    return PlainTextResponse(str(error), 401, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 
 staff_only = ACLRule(callers=["@external"], targets=["door.*"], effect="allow", conditions={"roles": ["staff"]})
 everybody = ACLRule(callers=["@external"], targets=["door.ring"], effect="allow")
 executor = Executor(registry, acl=ACL([staff_only, everybody], default_effect="deny"))
-authentication = Middleware(AuthenticationMiddleware, backend=BearerTokens())
+authentication = Middleware(AuthenticationMiddleware, backend=BearerTokens(), on_error=unauthorized)
 
 
-async def call_with(token: str, url: str) -> None:
+async def call_with(token: str | None, url: str) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     async with (
-        httpx2.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http,
+        httpx2.AsyncClient(headers=headers) as http,
         Client(streamable_http_client(url, http_client=http)) as client,
     ):
         offered = [tool.name for tool in (await client.list_tools()).tools]
         result = await client.call_tool("door.open", {"name": "back"})
-        told = result.structured_content or getattr(result.content[0], "text", result.content)
-        print(f"{token} is offered {', '.join(offered)}; to open:", told)
+        answer = result.structured_content or getattr(result.content[0], "text", result.content)
+        print(f"{token or 'no token'} is offered {', '.join(offered)}; to open:", answer)
+
+
+def be_refused(token: str, url: str) -> None:
+    refusal = httpx2.post(url, json={}, headers={"Authorization": f"Bearer {token}"})
+    print(f"{token} is refused:", refusal.status_code, refusal.headers["www-authenticate"])
 
 
 def main() -> None:
@@ -70,8 +84,10 @@ def main() -> None:
         port = free.getsockname()[1]
     server = MCPServer(executor, transport="streamable-http", port=port, middleware=[authentication])
     server.start()
-    for token in (*USERS, "token-of-nobody"):
-        asyncio.run(call_with(token, f"http://127.0.0.1:{port}/mcp"))
+    url = f"http://127.0.0.1:{port}/mcp"
+    for token in (*USERS, None):
+        asyncio.run(call_with(token, url))
+    be_refused("token-of-nobody", url)
     server.stop()
     server.wait()
 

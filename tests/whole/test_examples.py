@@ -136,10 +136,12 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
 
 
 def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by: Callable[..., str]) -> None:
-    ann, *others = told_by("bearer_token.py").splitlines()
+    """Nobody's token is no token at all: a client that has one is to know that it is not valid any more."""
+    ann, bob, stranger, refused = told_by("bearer_token.py").splitlines()
     assert ann == "token-of-ann is offered door.open, door.ring; to open: {'result': 'The back door is open.'}"
-    told = "token-of-{} is offered door.ring; to open: Access denied"
-    assert others == [told.format("bob"), told.format("nobody")]
+    assert bob == "token-of-bob is offered door.ring; to open: Access denied"
+    assert stranger == "no token is offered door.ring; to open: Access denied"
+    assert refused == "token-of-nobody is refused: 401 Bearer error=\"invalid_token\""
 
 
 def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(told_by: Callable[..., str]) -> None:
