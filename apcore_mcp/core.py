@@ -484,6 +484,8 @@ class _SchemaConverter:
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
         self._nodes = 0
+        self._depth = 0  # of the innermost reference so far
+        self._targets: dict[int, tuple[JSONSchema, int, int]] = {}  # written out, with their nodes and their depth
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         return self._visit(schema, resolver, ["#"])
 
@@ -492,9 +494,7 @@ class _SchemaConverter:
         references that led to it, outermost first."""
         if isinstance(node, bool):
             return {} if node else {"not": {}}
-        self._nodes += 1
-        if self._nodes > _NODES_MAX or len(opened) > _REF_DEPTH_MAX + 1:
-            raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
+        self._count(1, len(opened))
         kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         _NODE.validate_python(kept, strict=True)
         result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
@@ -518,7 +518,26 @@ class _SchemaConverter:
             target = resolver.lookup(ref)
         except Unresolvable:
             raise KeyError(f"definition {posixpath.basename(ref)} is missing") from None
-        return self._visit(target.contents, target.resolver, [*opened, ref])
+        # Each definition is written out once: two that use each other twice, and so on, would double the time as well.
+        key = id(target.contents)
+        if key in self._targets:
+            schema, nodes, depth = self._targets[key]
+            self._count(nodes, len(opened) + depth)
+            return schema
+        nodes_before = self._nodes
+        depth_before = self._depth
+        self._depth = 0
+        schema = self._visit(target.contents, target.resolver, [*opened, ref])
+        self._targets[key] = (schema, self._nodes - nodes_before, self._depth - len(opened))
+        self._depth = max(self._depth, depth_before)
+        return schema
+
+    def _count(self, nodes: int, depth: int) -> None:
+        """Add `nodes` schemas to the result, the innermost of them inside `depth` references, the root counted too."""
+        self._nodes += nodes
+        self._depth = max(self._depth, depth)
+        if self._nodes > _NODES_MAX or self._depth > _REF_DEPTH_MAX + 1:
+            raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
 
 
 def _admits_object(schema: JSONSchema) -> bool:

@@ -179,6 +179,11 @@ ILLEGAL: list[dict[str, Any]] = [
 ]  # fmt: skip
 LOOP: dict[str, Any] = {"type": "object"}
 LOOP["properties"] = {"p": LOOP}
+CHAIN = chain(32)
+AGAIN = {"properties": {**CHAIN["properties"], "again": {"$ref": "#/$defs/In"}}}
+DEEPER = {**CHAIN, **AGAIN, "$defs": {**CHAIN["$defs"], "In": one({"$ref": "#/$defs/D1"})}}
+WIDER = {f"p{n}": {"$ref": "#/$defs/Big"} for n in range(51)}
+BIG = {"Big": {"properties": {f"p{n}": {} for n in range(1_000)}}}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
 CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
 REFUSED = {
@@ -189,6 +194,8 @@ REFUSED = {
     "dynamic": (one({"$dynamicRef": "#P"}, **{"$defs": {"P": {"$dynamicAnchor": "P", **STRING}}}), "$dynamicRef"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
+    "33-references-deep-where-it-is-used-again": (DEEPER, "32"),
+    "1001-schemas-51-times": ({"type": "object", "properties": WIDER, "$defs": BIG}, "50000 nodes"),
     "50001-schemas": ({"type": "object", "properties": {f"p{n}": {} for n in range(50_000)}}, "50000 nodes"),
     "5000-levels-of-properties": (nested(5_000), ""),
     "5000-levels-of-data": (one({"default": DATA}), ""),
