@@ -159,6 +159,30 @@ def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
+_TRACEBACK_LINES_MAX = 80
+_TRACEBACK_LINE_CHARACTERS = 250
+
+
+def _indent_traceback(record: logging.LogRecord) -> bool:
+    """A filter of the log, which keeps the traceback of a record recognizable as that, and short.
+
+    An error may repeat what a caller wrote: with a line break in it, the rest would look like a record of its own. And
+    an error that follows arguments into 700 levels has a traceback of 160 KB, of which both ends are kept. The text is
+    left where `logging.Formatter` looks for it; what reads the exception itself finds all of it."""
+    if record.exc_info and record.exc_info[1] is not None:
+        lines = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n").split("\n")
+        left_out = len(lines) - _TRACEBACK_LINES_MAX
+        if left_out > 0:
+            half = _TRACEBACK_LINES_MAX // 2
+            lines[half:-half] = [f"... {left_out} more lines ..."]
+        limit = _TRACEBACK_LINE_CHARACTERS
+        record.exc_text = "\n".join(f"  {_one_line(line[:limit])[:limit]}" for line in lines)
+    return True
+
+
+logger.addFilter(_indent_traceback)
+
+
 # ---- Options: every option of `serve()`, once ----
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
@@ -3246,6 +3270,8 @@ def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts) -> ASGIApp:
             return _refuse(scope, 403, "Invalid Origin header: a web page must come from the host that it names")
         if scope["method"] == "POST" and media_type != "application/json":
             return _refuse(scope, 415, "Content-Type must be application/json")
+        if not headers.get("mcp-session-id", "").isprintable():  # the SDK would log it as it is
+            return _refuse(scope, 400, "Invalid Mcp-Session-Id header")
         if bridge.deadline:
             return _refuse(scope, 503, "Server is shutting down")
         return None
@@ -3342,6 +3368,9 @@ def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
     return routes
 
 
+_SSE_SESSION = re.compile(r"[0-9a-f]{32}")  # the id of a session, as the SDK makes it
+
+
 async def _http_app(bridge: _Bridge) -> Starlette:
     """The app of one bridge: `/mcp`, or `/sse` and `/messages/`."""
     from anyio import CancelScope
@@ -3349,6 +3378,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
     from mcp.server.transport_security import RequestBodyLimitMiddleware
     from starlette.applications import Starlette
+    from starlette.datastructures import QueryParams
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
@@ -3366,10 +3396,18 @@ async def _http_app(bridge: _Bridge) -> Starlette:
                     bridge.endless.add(connection)
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
+        async def receive_message(scope: Scope, receive: Receive, send: Send) -> None:
+            """Take in a message for a session. The SDK (mcp 2.3) logs whatever is no session's id as it is, and a line
+            break in that would begin a line of the log."""
+            answer: ASGIApp = transport.handle_post_message
+            if not _SSE_SESSION.fullmatch(QueryParams(scope["query_string"]).get("session_id", "")):
+                answer = _refuse(scope, 400, "Invalid session ID")
+            await answer(scope, receive, send)
+
         # Mounts, as a route itself would call a function for a response; and not alone, which WebSockets would reach.
         routes = [
             Route("/sse", Mount("", stream), methods=["GET"]),
-            Route("/messages/", Mount("", transport.handle_post_message)),
+            Route("/messages/", Mount("", receive_message), methods=["POST"]),
         ]
     hosts = _Hosts(options)
     routes += _own_routes(bridge, hosts)

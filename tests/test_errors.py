@@ -7,11 +7,13 @@ advice of a module's author, and what of `x-sensitive` arguments may be seen. Re
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, cast
 
+import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Middleware, ModuleError, Registry
 from apcore.approval import ApprovalResult
@@ -37,6 +39,7 @@ from support import (
     failure,
     gives,
     lines_of,
+    modern,
     noting,
 )
 
@@ -203,6 +206,9 @@ async def test_a_tool_that_nobody_knows_is_told_and_logged_like_one_that_fails(
     assert "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x" in said
 
 
+FORGED = "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"
+
+
 async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Also not by what a module repeats in its error."""
 
@@ -210,9 +216,99 @@ async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixtur
         raise InvalidInputError(inputs["name"])
 
     async with connect({"demo.fail": fail}) as client:
-        await client.call_tool("demo.fail", {"name": "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"})
+        await client.call_tool("demo.fail", {"name": FORGED})
+        await client.call_tool(FORGED, {})
+    for record in errors_logged(caplog):
+        assert r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J" in record.getMessage()
+    assert [text for text in lines_logged(caplog) if text.startswith("CRITICAL")] == []
+
+
+def lines_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that a handler writes, and a terminal or a reader of logs takes apart."""
+    formatter = logging.Formatter("%(message)s")
+    return [line for record in caplog.records for line in formatter.format(record).splitlines()]
+
+
+def traceback_of(record: logging.LogRecord) -> list[str]:
+    """The lines of a record behind its message."""
+    message, *lines = logging.Formatter("%(message)s").format(record).split("\n")
+    assert message == record.getMessage()
+    return lines
+
+
+@pytest.mark.parametrize("where", ["message", "note", "cause", "formatter"])
+async def test_a_traceback_is_indented_and_what_it_repeats_stays_on_its_line(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a caller whose argument a module repeats in its exception writes lines that look like the log's own."""
+
+    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        error = RuntimeError(inputs["name"] if where in ("message", "cause") else "no")
+        if where == "note":
+            error.add_note(inputs["name"])
+        if where == "cause":
+            raise LookupError("no") from error
+        if where == "formatter":
+            return inputs
+        raise error
+
+    def formatted(value: Any) -> NoReturn:
+        raise RuntimeError(value["name"])
+
+    async with connect({"demo.fail": fail}, output_formatter=formatted) as client:
+        await client.call_tool("demo.fail", {"name": f"{FORGED}\nCRITICAL again"})
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    lines = traceback_of(record)
+    assert "  Traceback (most recent call last):" in lines
+    assert any("no file" in line for line in lines)
+    assert "  CRITICAL again" in lines
+    assert [line for line in lines if not line.startswith("  ")] == []
+    assert re.findall(r"[^ -~\n]", "\n".join(lines)) == []
+    assert record.exc_info is not None, "what reads the exception itself still can"
+
+
+@pytest.mark.parametrize("kind", ["deep-arguments", "long-message", "many-lines", "deep-recursion"])
+async def test_what_one_failed_call_writes_into_the_log_is_bounded(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Arguments 700 levels deep, which apcore's redaction walks in vain, wrote 160 KB."""
+
+    def recurse(left: int, right: int) -> int:
+        return recurse(right, left) if left else recurse(right + 1, left)
+
+    def fail(inputs: dict[str, Any], context: Any) -> Any:
+        if kind == "deep-recursion":
+            return recurse(0, 1)
+        raise RuntimeError("x" * 1_000_000 if kind == "long-message" else "x\n" * 100_000)
+
+    with serving(registry_of({"demo.fail": fail})) as url:
+        call = modern("tools/call", {"name": "demo.fail", "arguments": {"a": 1}})
+        body = json.dumps(call.pop("json"))
+        if kind == "deep-arguments":
+            body = body.replace('{"a": 1}', '{"a":' * 700 + "{}" + "}" * 700)
+        call["headers"] |= {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(timeout=20) as client:
+            response = await client.post(f"{url}/mcp", content=body, **call)
+    assert response.json()["result"]["content"][0]["text"] == "Internal error occurred"
     (record,) = errors_logged(caplog)
-    assert record.getMessage().endswith(r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J")
+    lines = traceback_of(record)
+    assert lines[0] == "  Traceback (most recent call last):"
+    assert any("Error: " in line for line in lines)
+    assert len("\n".join([record.getMessage(), *lines])) < 25_000
+
+
+async def test_what_a_module_says_of_its_progress_is_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+
+    async def speak(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await report_progress(context, 1, 2, TOKEN)
+        await asyncio.to_thread(asyncio.run, report_progress(context, 2, 2, TOKEN))
+        return {}
+
+    note, heard = noting()
+    async with connect({"demo.speaks": speak}, mode=mode) as client:
+        await client.call_tool("demo.speaks", {}, progress_callback=note)
+    assert [message for _, _, message in heard] == [TOKEN, TOKEN]
+    assert "Tool call ended: demo.speaks" in everything_logged(caplog)
+    assert TOKEN not in everything_logged(caplog)
 
 
 async def test_what_a_module_says_beside_its_answer_cannot_break_it(mode: str) -> None:

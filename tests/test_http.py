@@ -402,6 +402,33 @@ def test_an_explorer_that_runs_tools_where_others_reach_it_is_a_warning(
     assert [bool(warnings), "0.0.0.0" in "".join(warnings)] == [warned, warned]
 
 
+@pytest.mark.parametrize("session", ["x%0ACRITICAL%20root:%20full", "x%E2%80%A8y", "x" * 5_000, "-" * 32, ""])
+async def test_what_is_no_sse_session_is_refused_before_it_is_logged(
+    session: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK would log it as it is: with a line break in it, a caller writes a line of the log."""
+    async with asgi_client(registry_of(), transport="sse") as client:
+        for query in (f"session_id={session}", f"session_id={'0' * 32}&session_id={session}", ""):
+            assert (await client.post(f"/messages/?{query}", json={})).status_code == 400
+        assert (await client.post(f"/messages/?session_id={'0' * 32}", json={})).status_code == 404
+        assert (await client.get(f"/messages/?session_id={session}")).status_code == 405
+    assert [text for text in caplog.messages if len(text) > 300 or not text.isprintable()] == []
+
+
+@pytest.mark.parametrize("session", [b"x\x1b[2Jy", b"x\x85CRITICAL root: full", b"x\x7f"])
+async def test_a_session_header_that_moves_the_cursor_is_refused_before_it_is_logged(
+    session: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with asgi_client(registry_of()) as client:
+        for method in ("POST", "GET", "DELETE"):
+            refused = await client.request(method, "/mcp", json={}, headers=[(b"mcp-session-id", session)])
+            assert refused.status_code == 400
+        unknown = await client.post("/mcp", json={}, headers=ACCEPT | {"mcp-session-id": "0" * 32})
+        assert unknown.status_code == 404
+    assert [text for text in caplog.messages if not text.isprintable()] == []
+
+
 # ---- Middleware of the user's ----
 
 
