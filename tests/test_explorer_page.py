@@ -22,13 +22,15 @@ import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
-from conftest import FunctionalModule, echo, registry_of, serving
+from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
 from support import INTEGER, STRING, gives
+
+from apcore_mcp import discover
 
 pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -1134,3 +1136,29 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
         assert TOKEN not in json.dumps(messages(page, RESULT))
         (framed,) = [request for request in asked if request.url.endswith("/page")]
         assert "authorization" not in framed.headers
+
+
+def test_the_page_of_the_example_draws_its_structured_content_in_light_and_dark(page: Page) -> None:
+    contrast = (PAGES / "contrast.js").read_text()
+    with serving(discover(EXTENSIONS), explorer=True, allow_execute=True) as url:
+        page.goto(f"{url}/explorer/#chart.bars")
+        page.get_by_label("Fill in an example").select_option("A week with one bad day")
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            sent(page)
+            chart = own_page(page).get_by_role("img")
+            expect(chart).to_have_accessible_name("Bar chart: Mo 12, Tu 18, We 9, Th -4, Fr 22, Sa 30, Su 26")
+            expect(own_page(page).locator(".bar")).to_have_count(7)
+            boxes = [bar.bounding_box() or {} for bar in own_page(page).locator(".bar").all()]
+            heights = [round(box["height"] / boxes[5]["height"] * 30) for box in boxes]
+            assert heights == [12, 18, 9, 4, 22, 30, 26]
+            assert boxes[3]["y"] == pytest.approx(boxes[0]["y"] + boxes[0]["height"], abs=1), "one line is zero"
+            frame = page.locator("iframe").bounding_box() or {}
+            assert frame["y"] < boxes[5]["y"] < boxes[3]["y"] + boxes[3]["height"] < frame["y"] + frame["height"]
+            assert chart.evaluate(f"_ => ({contrast})()")[1] == []
+        write_json(page, json.dumps({"values": [0], "labels": [EVIL, "b"]}))
+        sent(page)
+        expect(own_page(page).get_by_text(EVIL)).to_be_visible()
+        page.set_viewport_size(PHONE)
+        assert own_page(page).locator("html").evaluate("root => root.scrollWidth <= root.clientWidth")
+        expect(chart).to_have_accessible_name(f"Bar chart: {EVIL} 0")

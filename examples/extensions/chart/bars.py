@@ -1,76 +1,61 @@
-"""Draw a bar chart: an output that reaches the client as an image."""
+"""Show a bar chart: a tool with a page of its own, in which clients that can (MCP Apps) show its result."""
 
-import base64
-import struct
-import zlib
+from pathlib import Path
 from typing import Any
 
 from apcore import Context, ModuleAnnotations, ModuleExample
 from pydantic import BaseModel, ConfigDict, Field
-
-PAPER, GRID, BAR, BELOW = b"\xff\xff\xff", b"\xe2\xe8\xf0", b"\x25\x63\xeb", b"\xdc\x26\x26"
-LINES = 4  # of the grid
 
 
 class BarsInput(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     values: list[float] = Field(min_length=1, max_length=64, description="One bar each, from left to right.")
-    width: int = Field(default=480, ge=128, le=1920, description="Width of the image in pixels.")
-    height: int = Field(default=240, ge=64, le=1080, description="Height of the image in pixels.")
+    labels: list[str] = Field(default=[], max_length=64, description="What the bars stand for, in the same order.")
+
+
+class Bar(BaseModel):
+    label: str
+    value: float
 
 
 class BarsOutput(BaseModel):
-    chart: str = Field(
-        description="The chart. Clients that can show images show it.",
-        json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"},
-    )
+    bars: list[Bar]
     bottom: float = Field(description="The value at the lower edge.")
     top: float = Field(description="The value at the upper edge.")
 
 
-def png(rows: list[bytes]) -> bytes:
-    """An image of rows of RGB pixels, as PNG writes it: a signature and three chunks."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", len(rows[0]) // 3, len(rows), 8, 2, 0, 0, 0)
-    pixels = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-
-
 class Bars:
     name = "Bar chart"
-    description = "Draw numbers as a bar chart, blue above zero and red below, and return it as a PNG image."
-    tags = ["chart", "image"]
+    description = "Show numbers to the user as a bar chart, blue above zero and red below."
+    tags = ["chart"]
     annotations = ModuleAnnotations(readonly=True, idempotent=True, open_world=False)
     input_schema = BarsInput
     output_schema = BarsOutput
+    metadata = {"display": {"mcp": {"page": Path(__file__).with_name("bars.html").read_text("utf-8")}}}
     examples = [
         ModuleExample(
             title="A week with one bad day",
-            inputs={"values": [12, 18, 9, -4, 22, 30, 26], "width": 320, "height": 160},
-            output={"bottom": -4, "top": 30},
+            inputs={"values": [12, 18, 9, -4, 22, 30, 26], "labels": ["Mo", "Tu", "We", "Th", "Fr", "Sa", "Su"]},
+            output={
+                "bars": [
+                    {"label": "Mo", "value": 12},
+                    {"label": "Tu", "value": 18},
+                    {"label": "We", "value": 9},
+                    {"label": "Th", "value": -4},
+                    {"label": "Fr", "value": 22},
+                    {"label": "Sa", "value": 30},
+                    {"label": "Su", "value": 26},
+                ],
+                "bottom": -4,
+                "top": 30,
+            },
         )
     ]
 
     def execute(self, inputs: dict[str, Any], context: Context[Any]) -> dict[str, Any]:
         args = BarsInput.model_validate(inputs)
+        labels = args.labels + [""] * len(args.values)
+        bars = [Bar(label=label, value=value) for value, label in zip(args.values, labels, strict=False)]
         bottom, top = min(0.0, *args.values), max(0.0, *args.values)
-        scale = (args.height - 1) / ((top - bottom) or 1)
-        zero = round(top * scale)  # rows are counted from the top
-        step = args.width / len(args.values)
-        bars = [
-            (round((i + 0.15) * step), round((i + 0.85) * step), round((top - value) * scale))
-            for i, value in enumerate(args.values)
-        ]
-        grid = {round(line * (args.height - 1) / LINES) for line in range(LINES + 1)} | {zero}
-        rows = []
-        for y in range(args.height):
-            row = bytearray((GRID if y in grid else PAPER) * args.width)
-            for left, right, end in bars:
-                if min(end, zero) <= y <= max(end, zero) and end != zero:
-                    row[3 * left : 3 * right] = (BAR if end < zero else BELOW) * (right - left)
-            rows.append(bytes(row))
-        return BarsOutput(chart=base64.b64encode(png(rows)).decode(), bottom=bottom, top=top).model_dump()
+        return BarsOutput(bars=bars, bottom=bottom, top=top).model_dump()
