@@ -18,6 +18,7 @@ import base64
 import contextvars
 import copy
 import dataclasses
+import datetime
 import functools
 import hashlib
 import inspect
@@ -30,7 +31,6 @@ import os
 import posixpath
 import queue
 import re
-import reprlib
 import secrets
 import shlex
 import signal
@@ -41,13 +41,15 @@ import sysconfig
 import threading
 import time
 import traceback
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from decimal import Decimal
+from enum import Enum
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import (
     TYPE_CHECKING,
@@ -115,7 +117,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import from_json, to_json, to_jsonable_python
+from pydantic_core import from_json, to_json
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -692,17 +694,6 @@ def _redact(value: Any, *marks: JSONSchema) -> Any:
     if isinstance(value, dict):
         return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
     return value
-
-
-def _redact_arguments(arguments: JSONObject, schema: JSONSchema) -> JSONObject:
-    """Copy what a module is called with without the arguments that its schema, inlined, marks anything of. One that it
-    does not name may be a marked one by another name; a mark beside the properties hides them all."""
-    fields = _properties(schema)
-    is_hidden = _marks_sensitive({**schema, "properties": {}})
-    return {
-        name: REDACTED_VALUE if is_hidden or _marks_sensitive(fields.get(name, schema)) else value
-        for name, value in arguments.items()
-    }
 
 
 # ---- Tools: a module as clients see it: its names, what is said of it, its schemas; pure ----
@@ -2559,18 +2550,148 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     _is_required = False
 
 
-_SHORT = reprlib.Repr()  # shows every argument; a text of more than 500 characters loses its middle
-_SHORT.maxstring = 502  # with its quotes
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxlevel = sys.maxsize
+# What a question shows at most. It says what it leaves out, and how much that is.
+_SHOWN_ARGUMENTS = 100
+_SHOWN_LEVELS = 32  # of objects and lists in each other
+_SHOWN_CHARACTERS = 5_000  # of an argument, whose last items are left out
+_SHOWN_TEXT_CHARACTERS = 500  # of a text, whose middle is left out
+# A module may call another with these. They have no other form in JSON than that of Python's `str()`.
+_SHOWN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, Decimal, PurePath, uuid.UUID)
+_HIDE: JSONSchema = {"x-sensitive": True}
 
 
 def _approval_question(request: ApprovalRequest) -> str:
-    definition = request.context.executor.registry.get_definition(request.module_id)
-    # A module may call another with whatever it has; what that says of itself need not be what it holds.
-    arguments = to_jsonable_python(request.arguments, bytes_mode="base64", fallback=lambda _: "...")
-    shown = _redact_arguments(arguments, _input_schema(definition.input_schema))
-    danger = " It is annotated as destructive." if request.annotations.destructive else ""
-    return f"Let {request.module_id} run?{danger}\nArguments: {_SHORT.repr(shown)}"
+    """What a person is asked about a call: what the module does, what is dangerous about it, and what it is called
+    with, a line for each argument. Those that its schema names come first, however many others the caller sends."""
+    registry = request.context.executor.registry
+    module = registry.get(request.module_id)
+    definition = registry.get_definition(request.module_id)
+    lines = [f"Let {request.module_id} run?"]
+    description = _AnnotationMapper(definition, getattr(module, "display", None)).description
+    if description:
+        lines.append(_first_sentence(description))
+    if request.annotations.destructive:
+        lines.append("It is annotated as destructive: what it does may not be undone.")
+    model: Any = getattr(module, "input_schema", None)
+    is_model = isinstance(model, _Model)
+    schemas = [definition.input_schema]
+    if is_model:
+        schemas.append(_schema_by_name(model))
+    known = [name for schema in schemas for name in _properties(schema) if name in request.arguments]
+    names = [*dict.fromkeys([*known, *request.arguments])]
+    lines.append("Arguments:" if names else "Arguments: none")
+    writer = _ArgumentWriter([_marks_or_all(schema) for schema in schemas], is_model)
+    lines += [f"- {writer.line(name, request.arguments[name])}" for name in names[:_SHOWN_ARGUMENTS]]
+    if len(names) > _SHOWN_ARGUMENTS:
+        lines.append(f"(arguments left out: {len(names) - _SHOWN_ARGUMENTS:,})")
+    return "\n".join(lines)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of `text`, in one line. An abbreviation before a small letter, as "e.g.", does not end it."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[^a-z])", paragraph, maxsplit=1)[0]
+
+
+def _schema_by_name(model: type[BaseModel]) -> JSONSchema:
+    """The schema of a model whose fields go by their names; apcore describes it by their aliases."""
+    return TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema)
+
+
+def _marks_or_all(schema: JSONSchema) -> JSONSchema:
+    """What `schema` marks; the whole of it when it marks something and its references cannot be written out."""
+    if not _marks_sensitive(schema):
+        return {}
+    try:
+        return _marks(_SchemaConverter().inline(schema))
+    except (ValueError, KeyError):
+        return _HIDE
+
+
+def _quoted(text: str) -> str:
+    """A text as JSON, without its middle where it is long. Whatever cannot be seen, or moves what can, is escaped."""
+    if len(text) > _SHOWN_TEXT_CHARACTERS:
+        half = _SHOWN_TEXT_CHARACTERS // 2
+        return f"{_quoted(text[:half])} (characters left out: {len(text) - 2 * half:,}) {_quoted(text[-half:])}"
+    written = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in written)
+
+
+class _ArgumentWriter:
+    """Write the arguments of a call for a person: each in a line, as JSON, without the values that are marked.
+
+    `marks` are what the schema of the module marks, in each form in which its arguments may be named. What stands in
+    parentheses is said by the writer, `(hidden)` for instance: JSON has none outside of texts, so no value can say it.
+    A pydantic model (`is_model`) may have names and forms for a marked value that its schema does not tell. So where it
+    marks anything, what its schema does not know is hidden, too. Nothing that is shown is used up, as iterators are."""
+
+    def __init__(self, marks: list[JSONSchema], is_model: bool) -> None:
+        self._marks = marks
+        self._is_model = is_model
+
+    def line(self, name: str, value: object) -> str:
+        """`path: "/etc/passwd"`; a name that is not a short word is quoted as well."""
+        self._parts: list[str] = []
+        self._left = _SHOWN_CHARACTERS
+        is_word = name.isascii() and name.isidentifier() and len(name) <= _SHOWN_TEXT_CHARACTERS
+        self._put(f"{name if is_word else _quoted(name)}: ")
+        self._write(value, self._inside([view for view in _views(*self._marks) if view], name), _SHOWN_LEVELS)
+        return "".join(self._parts)
+
+    def _put(self, text: str) -> None:
+        self._parts.append(text)
+        self._left -= len(text)
+
+    def _inside(self, views: list[JSONSchema], step: str | int) -> list[JSONSchema]:
+        """What is marked of one property or item of a value of which `views` mark something."""
+        if any("x-sensitive" in view for view in views):
+            return [_HIDE]
+        marks = [*_inside(views, step)]
+        return [_HIDE] if views and not marks and self._is_model else marks
+
+    def _write(self, value: object, marks: list[JSONSchema], levels: int) -> None:
+        if isinstance(value, Enum):
+            value = value.value
+        if isinstance(value, BaseModel):
+            marks = [*marks, _marks_or_all(_schema_by_name(type(value)))]
+            value = dict(value)
+        views = [view for view in _views(*marks) if view]
+        if value is None:
+            self._put("null")
+        elif any("x-sensitive" in view for view in views):
+            self._put("(hidden)")
+        elif isinstance(value, Mapping | list | tuple | set | frozenset):
+            self._write_container(value, views, levels)
+        elif views and self._is_model:  # a text, for instance, that the model takes apart
+            self._put("(hidden)")
+        elif isinstance(value, str):
+            self._put(_quoted(value))
+        elif isinstance(value, int | float):
+            self._put(json.dumps(value))
+        elif isinstance(value, bytes):
+            self._put(_quoted(base64.b64encode(value).decode()))
+        elif isinstance(value, _SHOWN_AS_TEXT):
+            self._put(_quoted(str(value)))
+        else:
+            self._put("(cannot be shown)")
+
+    def _write_container(self, value: Any, views: list[JSONSchema], levels: int) -> None:
+        if levels == 0:
+            self._put("(nested too deeply to be shown)")
+            return
+        is_object = isinstance(value, Mapping)
+        self._put("{" if is_object else "[")
+        for index, item in enumerate(value):
+            self._put(", " if index else "")
+            if self._left <= 0:
+                self._put(f"(items left out: {len(value) - index:,})")
+                break
+            if is_object:
+                self._put(f"{_quoted(str(item))}: ")
+                self._write(value[item], self._inside(views, str(item)), levels - 1)
+            else:
+                self._write(item, self._inside(views, index), levels - 1)
+        self._put("}" if is_object else "]")
 
 
 # Who decides about the calls of a server, by its `approval=`; None for apcore.
@@ -2634,7 +2755,9 @@ class _ApprovalGate(BuiltinApprovalGate):
         call = _call_of(ctx.context)
         if call is None:
             return await self._gate.execute(ctx)
-        handler = self.handler or self._handler_of(call)
+        handler = self.handler
+        if handler is None:
+            handler = self._handler_of(call)
         gate = self._gate
         if handler is not None:
             gate = copy.copy(gate)  # the handler is this call's, and the gate everybody's

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
+import contextlib
 import gc
+import io
+import json
 import logging
 import queue
 import re
 import threading
-from pathlib import Path
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePosixPath
 from typing import Any
 
 import httpx
@@ -22,7 +27,7 @@ from conftest import MODERN, FunctionalModule, connect, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 from support import DENIED, UNASKED, accept, asking, guarded, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler
@@ -127,25 +132,6 @@ def test_a_start_says_that_anybody_may_control_the_application(
         with serving(executor, **options):
             pass
         assert ("system.control" in caplog.text and "ACL" in caplog.text) == (warns and acl is None)
-
-
-async def test_the_question_shows_every_argument_and_says_where_it_shortens_one() -> None:
-    """However long another one is, and at whatever depth: nobody approves what is not shown."""
-    given: dict[str, Any] = {"content": "x" * 100_000, "lines": ["y" * 3_000, *map(str, range(20))]}
-    given |= {"request": {"body": {"of": {"a": {"b": {"c": {"d": {"path": "settings.ini"}}}}}}}}
-    given |= {"exact": "e" * 500, "path": "/etc/passwd", "count": 7, "right": "a\u202eb\n"}
-    given |= {f"argument {n}": n for n in range(20)}
-    arguments, asked = asking(REFUSE)
-    async with connect({"files.write": guarded([])}, client=arguments) as client:
-        await outcome_of(client, "files.write", given)
-    (question,) = asked
-    shown = ast.literal_eval(question.message.partition("\nArguments: ")[2])
-    for text in (shown.pop("content"), shown["lines"].pop(0)):
-        assert re.fullmatch(r"x+\.\.\.x+|y+\.\.\.y+", text)
-        assert 490 < len(text) < 501
-    del given["content"], given["lines"][0]
-    assert shown == given
-    assert "\u202e" not in question.message, "it would turn around what is read after it"
 
 
 class Judge:
@@ -444,30 +430,289 @@ async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() 
         assert await outcome_of(client, "wipe") == '{"ran":true}'
 
 
-async def test_the_question_names_what_is_asked_but_no_secret_in_whatever_form_it_is_given() -> None:
-    secret = {"type": "string", "x-sensitive": True}
-    credentials = {"type": "object", "properties": {"password": secret}}
-    properties = {"keys": {"type": "array", "items": secret}, "login": credentials, "disk": {}}
+# ---- The question ----
 
-    async def call(inputs: dict[str, Any], context: Any) -> Any:
-        given: dict[str, Any] = {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "\ud800"}
-        if inputs:
-            given |= {"odd": b"\xff", "disk": [Path("/mnt/" + "of many folders " * 10), print]}
-        return await context.executor.call_async("disk.wipe", given, context)
+
+async def questions_of(*calls: tuple[Any, dict[str, Any]]) -> list[str]:
+    """What a user is asked when a module calls these, each as `files.write`, with these arguments."""
+
+    async def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for module, arguments in calls:
+            context.executor.registry.register("files.write", module)
+            with contextlib.suppress(ApprovalDeniedError):
+                await context.executor.call_async("files.write", arguments, context)
+            context.executor.registry.unregister("files.write")
+        return {}
 
     arguments, asked = asking(REFUSE)
-    wipe = guarded([], input_schema={"type": "object", "properties": properties})
-    marked = {"properties": {"key": {}}, "allOf": [{"properties": {"key": secret}}]}
-    modules = {"disk.wipe": wipe, "call": call, "door": guarded([], input_schema=marked)}
-    async with connect(modules, client=arguments) as client:
-        await outcome_of(client, "door", {"key": "s3cret"})
-        await outcome_of(client, "call")
-        await outcome_of(client, "disk.wipe", {"keys": ["s3cret"], "login": {"password": "s3cret"}, "disk": "sda1"})
-        await outcome_of(client, "call", {"odd": True})
-    hidden = "'keys': '***REDACTED***', 'login': '***REDACTED***'"
-    disk = ["/mnt/" + "of many folders " * 10, "..."]
-    assert asked.pop().message.endswith(f"{{'disk': {disk}, {hidden}, 'odd': '***REDACTED***'}}")
-    assert asked.pop(0).message.endswith("Arguments: {'key': '***REDACTED***'}")
-    for question, disk in zip(asked, ("\\ud800", "sda1"), strict=True):
-        assert question.message.startswith("Let disk.wipe run? It is annotated as destructive.")
-        assert question.message.endswith(f"\nArguments: {{'disk': '{disk}', {hidden}}}")
+    async with connect({"call": call}, client=arguments) as client, asyncio.timeout(20):
+        assert not (await client.call_tool("call")).is_error
+    assert len(asked) == len(calls)
+    return [question.message for question in asked]
+
+
+async def shown(*calls: tuple[Any, dict[str, Any]]) -> list[list[str]]:
+    """The lines of each question that show arguments."""
+    return [question.partition("\nArguments:\n")[2].splitlines() for question in await questions_of(*calls)]
+
+
+def named(lines: list[str]) -> dict[str, str]:
+    return dict(line.removeprefix("- ").split(": ", 1) for line in lines)
+
+
+async def test_the_question_is_for_people() -> None:
+    """It says what the tool does, what is dangerous, and each argument by its value, at whatever depth."""
+    about = "Write a text, e.g. a note,\nto a file. Nothing is kept of what was there.\n\nMore for agents."
+    arguments: dict[str, Any] = {"path": "/etc/passwd", "mode": 0o644, "größe": 1.5, "to whom": ["Zoë", None, True]}
+    arguments["request"] = {"body": {"of": {"a": {"b": {"c": {"d": [{"path": 'settings "1".ini'}]}}}}}, "no": [{}, []]}
+    module = guarded([], description=about)
+    plain = guarded([], description="", annotations=ModuleAnnotations(requires_approval=True))
+    question, bare, harmless = await questions_of((module, arguments), (module, {}), (plain, {"n": 1}))
+    assert question.splitlines() == [
+        "Let files.write run?",
+        "Write a text, e.g. a note, to a file.",
+        "It is annotated as destructive: what it does may not be undone.",
+        "Arguments:",
+        '- path: "/etc/passwd"',
+        "- mode: 420",
+        '- "größe": 1.5',
+        '- "to whom": ["Zoë", null, true]',
+        '- request: {"body": {"of": {"a": {"b": {"c": {"d": [{"path": "settings \\"1\\".ini"}]}}}}}, "no": [{}, []]}',
+    ]
+    assert bare.splitlines()[3:] == ["Arguments: none"]
+    assert harmless.splitlines() == ["Let files.write run?", "Arguments:", "- n: 1"]
+
+
+async def test_a_long_text_loses_its_middle_in_words_and_a_number_nothing() -> None:
+    arguments: dict[str, Any] = {"exact": "e" * 500, "content": "a" * 300 + "b" * 100_000 + "c" * 300}
+    arguments |= {"lines": ["y" * 501, "z"], "cents": 10**600 + 7, "share": 1e-300, "by": {"k" * 600: 1}}
+    arguments["k" * 600] = "(characters left out: 99,500)"
+    key = f'"{"k" * 250}" (characters left out: 100) "{"k" * 250}"'
+    (lines,) = await shown((guarded([]), arguments))
+    assert lines == [
+        f'- exact: "{"e" * 500}"',
+        f'- content: "{"a" * 250}" (characters left out: 100,100) "{"c" * 250}"',
+        f'- lines: ["{"y" * 250}" (characters left out: 1) "{"y" * 250}", "z"]',
+        f"- cents: {10**600 + 7}",
+        "- share: 1e-300",
+        f"- by: {{{key}: 1}}",
+        f'- {key}: "(characters left out: 99,500)"',
+    ]
+
+
+FORGED = [
+    '/tmp/notes"\n- path: "/tmp/notes',
+    "a\r\nb\x1b[2K\x00\x7f",
+    "a\u202eb\u2066c\u200d\ufeff",
+    "a\u2028- path: 1\u2029\x85\x0b\x0c",
+    "\ud800 \U000e0041 \uffff",
+    "\\n \\u202e",
+]
+
+
+async def test_no_argument_forges_a_line_or_turns_around_what_is_read() -> None:
+    """Neither by a value nor by a name: each stays in a line of its own, as JSON that says what is there."""
+    calls = [(guarded([]), {"path": text, text: 1, "deep": [{text: text}]}) for text in FORGED]
+    for text, (path, name, deep) in zip(FORGED, await shown(*calls), strict=True):
+        assert (path + name + deep).isprintable()
+        assert json.loads(path.removeprefix("- path: ")) == text
+        assert json.loads(f"{{{name.removeprefix('- ')}}}") == {text: 1}
+        assert json.loads(deep.removeprefix("- deep: ")) == [{text: text}]
+
+
+async def test_a_question_has_a_bound_and_says_what_it_leaves_out() -> None:
+    """What the schema names comes first, wherever the caller puts it, and no argument takes another's room."""
+    deep: Any = "bottom"
+    for _ in range(400):  # apcore's own look at arguments ends soon behind
+        deep = [deep]
+    schema = {"type": "object", "properties": {"path": {"type": "string"}, "notes": {}}}
+    module = guarded([], input_schema=schema)
+    many: dict[str, Any] = {f"a{n}": "x" * 600 for n in range(5_000)}
+    many |= {"notes": [*range(100_000)], "path": "/etc/passwd"}
+    nested, wide = {"k": deep, **dict.fromkeys(map(str, range(10_000)))}, [["x" * 10_000] * 10] * 10
+    lines, (line,), (long_line,) = await shown((module, many), (module, {"notes": nested}), (module, {"notes": wide}))
+    assert lines[0] == '- path: "/etc/passwd"'
+    numbers, _, rest = lines[1].removeprefix("- notes: [").partition(", (")
+    count = numbers.count(",") + 1
+    assert numbers == ", ".join(map(str, range(count)))
+    assert (count > 500, rest) == (True, f"items left out: {100_000 - count:,})]")
+    assert (len(lines), lines[-1]) == (101, "(arguments left out: 4,902)")
+    assert sum(map(len, lines)) < 100_000
+    assert "(nested too deeply to be shown)" in line
+    assert re.search(r", \(items left out: 9,\d{3}\)\}$", line)
+    assert "bottom" not in line
+    assert len(line) < 6_000
+    assert len(long_line) < 8_000
+
+
+SECRET = {"type": "string", "x-sensitive": True}
+HIDDEN = "(hidden)"
+
+
+def fields(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "beside": (
+        fields(pin=SECRET, to={}, amount={}),
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "note": "rent"},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "note": '"rent"'},
+    ),
+    "inside": (
+        fields(login=fields(user={}, password=SECRET), keys={"type": "array", "items": SECRET}),
+        {"login": {"user": "ada", "password": "s3cret", "realm": "r"}, "keys": ["s3cret", "s3cret"]},
+        {"login": f'{{"user": "ada", "password": {HIDDEN}, "realm": "r"}}', "keys": f"[{HIDDEN}, {HIDDEN}]"},
+    ),
+    "in-a-map": (
+        fields(users={"additionalProperties": fields(pin=SECRET)}),
+        {"users": {"ada": {"pin": "s3cret", "n": 1}}},
+        {"users": f'{{"ada": {{"pin": {HIDDEN}, "n": 1}}}}'},
+    ),
+    "of-every-name": ({"type": "object", "additionalProperties": SECRET}, {"a": "s3cret"}, {"a": HIDDEN}),
+    "by-pattern": ({"type": "object", "patternProperties": {"^p": SECRET}}, {"pin": "s3cret"}, {"pin": HIDDEN}),
+    "in-a-branch": (
+        {"type": "object", "properties": {"key": {}}, "allOf": [fields(key=SECRET)]},
+        {"key": "s3cret", "n": 1},
+        {"key": HIDDEN, "n": "1"},
+    ),
+    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, {"a": HIDDEN}),
+    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, {"pin": "null"}),
+}
+
+
+async def test_the_question_hides_marked_values_and_no_others() -> None:
+    calls = [(guarded([], input_schema=schema), arguments) for schema, arguments, _ in DICTS.values()]
+    lines = await shown(*calls)
+    expected = {case: shows for case, (_, _, shows) in DICTS.items()}
+    assert dict(zip(DICTS, map(named, lines), strict=True)) == expected
+
+
+class Login(BaseModel):
+    user: str
+    password: str = Field(alias="pass", json_schema_extra={"x-sensitive": True})
+    model_config = ConfigDict(populate_by_name=True)
+
+
+class Payment(BaseModel):
+    """What a client may write by alias or by field name, and for some fields in yet another way."""
+
+    to: str = Field(alias="recipient")
+    amount: int
+    pin: str = Field(alias="PIN", json_schema_extra={"x-sensitive": True})
+    code: str = Field("", validation_alias=AliasChoices("code", "otp"), json_schema_extra={"x-sensitive": True})
+    login: Login | None = None
+    model_config = ConfigDict(populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_text(cls, value: Any) -> Any:
+        if "account" in value:
+            value = {**value, "login": dict(zip(("user", "password"), value["account"].split(":"), strict=True))}
+        return value
+
+    @field_validator("login", mode="before")
+    @classmethod
+    def _login_of_one_text(cls, value: Any) -> Any:
+        return dict(zip(("user", "password"), value.split(":"), strict=True)) if isinstance(value, str) else value
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "by-alias": (
+        {"recipient": "Ada", "amount": 7, "PIN": "s3cret", "code": "s3cret", "login": {"user": "a", "pass": "s3cret"}},
+        {
+            **{"recipient": '"Ada"', "amount": "7", "PIN": HIDDEN, "code": HIDDEN},
+            "login": f'{{"user": "a", "pass": {HIDDEN}}}',
+        },
+    ),
+    "by-name": (
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "login": {"user": "a", "password": "s3cret"}},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "login": f'{{"user": "a", "password": {HIDDEN}}}'},
+    ),
+    "by-another-name": (
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "otp": "s3cret"},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "otp": HIDDEN},
+    ),
+    "in-another-form": (
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "account": "ada:s3cret"},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "account": HIDDEN},
+    ),
+    "of-another-type": (
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "login": "ada:s3cret"},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "login": HIDDEN},
+    ),
+}
+
+
+async def test_what_a_model_marks_is_hidden_in_every_form_and_what_it_names_is_shown() -> None:
+    lines = await shown(*[(guarded([], input_schema=Payment), arguments) for arguments, _ in MODELS.values()])
+    assert dict(zip(MODELS, map(named, lines), strict=True)) == {case: shows for case, (_, shows) in MODELS.items()}
+
+
+async def test_a_model_that_marks_nothing_shows_whatever_it_is_called_with() -> None:
+    """An alias called by its field's name, an argument that it does not know."""
+
+    class Shell(BaseModel):
+        command: str = Field(alias="cmd")
+        model_config = ConfigDict(populate_by_name=True)
+
+    (lines,) = await shown((guarded([], input_schema=Shell), {"command": "rm -r /", "as": "root"}))
+    assert lines == ['- command: "rm -r /"', '- as: "root"']
+
+
+class Size(Enum):
+    LARGE = "large"
+
+
+class Address(BaseModel):
+    street: str
+    code: str = Field("", json_schema_extra={"x-sensitive": True})
+
+
+class Order(BaseModel):
+    items: Any
+    address: Address
+
+
+async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> None:
+    """Iterators, files and objects that JSON does not know."""
+    got: list[Any] = []
+
+    def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        got.extend([*inputs["numbers"], inputs["file"].read(), inputs["odd"]])
+        return {}
+
+    class Odd:
+        def __str__(self) -> str:
+            return "what it says of itself"
+
+    odd, file = Odd(), io.StringIO("text")
+
+    async def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {"numbers": iter([1, 2, 3]), "file": file, "odd": odd, "at": date(2026, 1, 2)}
+        given |= {"path": PurePosixPath("/mnt"), "price": Decimal("1.50"), "raw": b"\xff", "some": {"a"}}
+        given |= {"by": {"1": ()}, "size": Size.LARGE, "address": Address(street="x", code="s3cret")}
+        return dict(await context.executor.call_async("files.write", given, context))
+
+    arguments, asked = asking(APPROVE)
+    annotations = ModuleAnnotations(requires_approval=True)
+    modules = {"files.write": FunctionalModule(execute, annotations=annotations), "call": call}
+    async with connect(modules, client=arguments) as client, asyncio.timeout(20):
+        assert not (await client.call_tool("call")).is_error
+    assert got == [1, 2, 3, "text", odd]
+    assert asked[0].message.partition("\nArguments:\n")[2].splitlines() == [
+        "- numbers: (cannot be shown)",
+        "- file: (cannot be shown)",
+        "- odd: (cannot be shown)",
+        '- at: "2026-01-02"',
+        '- path: "/mnt"',
+        '- price: "1.50"',
+        '- raw: "/w=="',
+        '- some: ["a"]',
+        '- by: {"1": []}',
+        '- size: "large"',
+        f'- address: {{"street": "x", "code": {HIDDEN}}}',
+    ]
+    order = {"items": [1], "address": Address(street="x", code="s3cret")}
+    (lines,) = await shown((guarded([], input_schema=Order), order))
+    assert lines == ["- items: [1]", f'- address: {{"street": "x", "code": {HIDDEN}}}']

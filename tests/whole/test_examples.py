@@ -82,7 +82,8 @@ def test_in_the_conversation_tools_report_ask_and_need_approval(told_by: Callabl
     assert "'words': {'a': 2, 'rose': 2, 'is': 1}" in streamed
     assert "asked:    Which room for 6 people" in booked
     assert "'status': 'booked', 'room': 'Harbour'" in booked
-    assert "asked:    Let trash.empty run? It is annotated as destructive." in emptied
+    for line in ("asked:    Let trash.empty run?", "It is annotated as destructive", '- deleted_before: "2025-02-01"'):
+        assert line in emptied
     assert "'freed_bytes': 2048" in emptied
     assert denied.rstrip().endswith("Approval was denied")
 
