@@ -1,7 +1,7 @@
 """The command line: `python -m apcore_mcp --extensions-dir DIR`, or `apcore-mcp`.
 
-Exit status (SRS FR-CLI-008): 0 after a normal end, 1 for a value that is not allowed, 2 when the server cannot start or
-the arguments cannot be parsed.
+Exit status (FR-CLI-008): 0 after a normal end; 1 for a value that is not allowed, or when `--check` finds something
+that is left out or nothing to serve; 2 when the server cannot start or the arguments cannot be parsed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from . import __version__
 from .core import (
     _EXPORTS,
     _STANDARD_STREAMS,
+    _check,
     _export,
     _files_of,
     _folder,
@@ -32,10 +33,12 @@ _AT_A_TERMINAL = """A client has to start this server, as it speaks MCP here: ad
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The flags of the command line alone, and these with one flag for each option of `serve()`, from the option."""
+    """A parser of the flags that only the command line has, and one of all flags, made of the options of `serve()`."""
     own = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     own.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
-    own.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
+    instead = own.add_mutually_exclusive_group()
+    instead.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
+    instead.add_argument("--check", action="store_true", help="list what would be served; fail if anything is left out")
     parser = argparse.ArgumentParser("apcore-mcp", parents=[own], description="Serve apcore modules as MCP tools.")
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
@@ -53,7 +56,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, discover, serve; the exit status."""
+    """Parse the arguments; serve, export or check; return the exit status."""
     if (argv or sys.argv[1:]) == ["--version"]:
         print(f"apcore-mcp {__version__}")
         sys.exit(0)
@@ -62,31 +65,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     directory = options.pop("extensions_dir")
     export = options.pop("export", None)
+    check = options.pop("check", False)
     try:
         registry = _folder(directory)
-        # In the words of SRS FR-CLI-004 and -005.
+        # In the words of FR-CLI-004 and FR-CLI-005.
         if not 1 <= options["port"] <= 65535:
             raise ValueError("port must be between 1 and 65535")
         if not options["name"]:
             raise ValueError("server name must not be empty")
         checked = _options_of("apcore-mcp", registry, **options)
-        # Before the first module is imported, so that nothing a module prints reaches a client (or the exported JSON).
-        if not export:
-            if checked.transport == "stdio":
-                if os.isatty(0):
-                    print(_AT_A_TERMINAL, file=sys.stderr)
-                _STANDARD_STREAMS.take()
+        # The standard streams are taken before the first module is imported: what a module prints must reach neither a
+        # client nor the exported JSON.
+        if export or check:
+            status = 0
+            _, stdout = _take_standard_streams()
             _files_of(registry).update()
-            serve(registry, **options)
-            return 0
-        _, stdout = _take_standard_streams()
-        if export != "client":
-            _files_of(registry).update()
-        given = ["--extensions-dir", os.path.abspath(directory), *own.parse_known_args(argv)[1]]
-        exported = _export(checked, export, given)
-        # In UTF-8 whatever the terminal's encoding is.
-        with open(stdout, "w", encoding="utf-8", errors="backslashreplace") as file:
-            print(exported, file=file)
+            if check:
+                printed, status = _check(checked)
+            else:
+                arguments = own.parse_known_args(argv)[1]
+                printed = _export(checked, export, ["--extensions-dir", os.path.abspath(directory), *arguments])
+            # UTF-8, whatever the terminal's encoding is.
+            with open(stdout, "w", encoding="utf-8", errors="backslashreplace") as file:
+                print(printed, file=file)
+            return status
+        if checked.transport == "stdio":
+            if os.isatty(0):
+                print(_AT_A_TERMINAL, file=sys.stderr)
+            _STANDARD_STREAMS.take()
+        _files_of(registry).update()
+        serve(registry, **options)
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TypeError | ValueError) else 2

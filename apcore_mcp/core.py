@@ -1624,6 +1624,14 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 # ---- Catalog: the registry as a list of tools that follows it, and who is offered which; any thread ----
 
 _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
+_TOOLS_MAX = 128  # that OpenAI's API takes ("array too long. Expected an array with maximum length 128"), and VS Code
+
+
+def _log_many(count: int) -> None:
+    """Say that some clients do not take as many tools, and which options choose among them."""
+    if count > _TOOLS_MAX:
+        text = "%d tools: OpenAI's API and VS Code take %d, Cursor some 40; tags, prefix, exclude and read_only choose"
+        logger.info(text, count, _TOOLS_MAX)
 
 
 class _ToolCatalog:
@@ -1668,6 +1676,16 @@ class _ToolCatalog:
         """The listed tools by module ID, sorted by it; not to be written to."""
         self._refresh()
         return self._tools
+
+    def why_empty(self) -> str:
+        """Why no tool is listed, in the words of FR-SERVER-006 where there is none to list."""
+        count = len(self._registry.list())
+        if not count:
+            return "No modules registered"
+        causes = [name for name in ("prefix", "tags", "exclude", "read_only") if getattr(self._options, name)]
+        if self.left_out:
+            causes.append("the faults above")
+        return f"All registered modules ({count}) are left out by {', '.join(causes)}"
 
     def find(self, name: str) -> _Tool | None:
         """The listed tool that a client calls `name`: its ID or its alias, with dots or with hyphens."""
@@ -1934,6 +1952,7 @@ def to_openai_tools(
     if identity is not None:
         with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
             tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
+    _log_many(len(tools))
     converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
     return [converter.convert(tool) for tool in tools]
 
@@ -3795,12 +3814,30 @@ async def run_openai_call(
     return "\n".join([text["text"], *lines])
 
 
+def _count_of_tools(tools: Collection[object]) -> str:
+    return "1 tool" if len(tools) == 1 else f"{len(tools)} tools"
+
+
+def _check(options: _Options) -> tuple[str, int]:
+    """What `--check` prints: each tool that would be served, and how much is left out; with the exit status."""
+    catalog = _ToolCatalog(options)
+    names = [tool.definition(options.tool_names)["name"] for tool in catalog.tools.values()]
+    if not names:
+        logger.warning("%s", catalog.why_empty())
+    count = len(_files_of(options.registry).left_out) + len(catalog.left_out)
+    summary = f"{_count_of_tools(names)} would be served, {count} left out"
+    return "\n".join([*names, summary]), 1 if count or not names else 0
+
+
 _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 
 
 def _export(options: _Options, form: str, arguments: list[str]) -> str:
     """What `--export` prints: the tools of `tools/list`, OpenAI's, the tool document, or what clients start it by."""
-    tools = _ToolCatalog(options).tools.values()
+    catalog = _ToolCatalog(options)
+    tools = catalog.tools.values()
+    if not tools:
+        logger.warning("%s", catalog.why_empty())
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, tools)])
     if form == "client":
@@ -3838,18 +3875,25 @@ async def _run_callback(callback: Callable[[], Any] | None) -> None:
         await result
 
 
-def _log_start(bridge: _Bridge, address: str) -> None:
+async def _log_start(bridge: _Bridge, address: str) -> None:
     """Log that the server accepts clients, at what `address`, and what is unusual about it."""
     options = bridge.options
     tools = bridge.catalog.tools
+    nothing = ""
     if not tools:
-        logger.warning("No modules registered; server starting with zero tools")
+        nothing = bridge.catalog.why_empty()
+    is_anonymous = options.transport == "stdio" or (address and not options.middleware)  # nothing identifies a caller
+    if tools and is_anonymous and not await bridge.catalog.offered(tools.values(), None):
+        nothing = f"All registered modules ({len(tools)}) are left out by the ACL, for callers without an identity"
+    if nothing:
+        logger.warning("%s; server starting with zero tools", nothing)
     if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
-    started = "apcore-mcp server started: %d tools registered, transport=%s%s"
-    logger.info(started, len(tools), options.transport, address)
+    _log_many(len(tools))
+    started = "apcore-mcp server started: %s registered, transport=%s%s"
+    logger.info(started, _count_of_tools(tools), options.transport, address)
 
 
 class _Life:
@@ -3895,7 +3939,7 @@ class _Life:
                     if options.explorer:
                         address += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
                 closing.push_async_callback(bridge.finish)
-                _log_start(bridge, address)
+                await _log_start(bridge, address)
                 await _run_callback(options.on_startup)
                 closing.push_async_callback(_run_callback, options.on_shutdown)
                 self.started.set_result(app)

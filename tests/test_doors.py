@@ -29,7 +29,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from apcore import APCore, Config, Executor, Middleware, Registry
+from apcore import ACL, ACLRule, APCore, Config, Executor, Middleware, Registry
 from conftest import (
     HANDSHAKE,
     MODERN,
@@ -52,6 +52,7 @@ from conftest import (
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from starlette.applications import Starlette
+from starlette.middleware import Middleware as ASGIMiddleware
 from starlette.routing import Mount
 from support import (
     ACCEPT,
@@ -196,7 +197,7 @@ def test_help_lists_every_option_of_serve_with_its_default(capsys: pytest.Captur
     of_python = "registry_or_executor on_startup on_shutdown metrics_collector middleware output_formatter"
     options = inspect.signature(serve).parameters.keys() - of_python.split()
     flags = {f"--{name.replace('_', '-')}" for name in options}
-    flags |= {"--extensions-dir", "--export", "--metrics", "--help"}
+    flags |= {"--extensions-dir", "--export", "--check", "--metrics", "--help"}
     described = {line.split()[0].strip(",") for line in text.splitlines() if line.lstrip().startswith("-")}
     described |= {"--help"} if "-h, --help" in text else set()
     assert flags - described == set()
@@ -277,12 +278,14 @@ def test_an_address_that_cannot_be_had_ends_with_status_2_and_one_line(
     assert (line[:7], printed.out, caplog.text) == ("Error: ", "", "")
 
 
-def test_an_export_is_nothing_but_json_although_the_modules_print(extensions: Path) -> None:
+def test_an_export_and_a_check_are_nothing_else_although_the_modules_print(extensions: Path) -> None:
     noise = "import os, subprocess\nprint('by print')\nos.write(1, b'by os\\n')\nsubprocess.run(['echo', 'by child'])\n"
     (extensions / "hand" / "write.py").write_text(noise + MODULE.format(tag="calm"))
     ended = run("--extensions-dir", str(extensions), "--export", "mcp")
     assert len(json.loads(ended.stdout)) == 3, ended.stderr
     assert {"by print", "by os", "by child"} <= {*ended.stderr.splitlines()}
+    ended = run("--extensions-dir", str(extensions), "--check", "--prefix", "hand")
+    assert (ended.stdout, ended.returncode) == ("hand.write\n1 tool would be served, 0 left out\n", 0)
 
 
 @pytest.mark.parametrize("form", ["openai", "openai-strict"])
@@ -307,7 +310,7 @@ def test_options_reach_the_server_and_its_start_is_logged() -> None:
         status, stderr = client.end()
     assert status == 0
     lines = stderr.decode().splitlines()
-    assert any(line.endswith("apcore-mcp server started: 1 tools registered, transport=stdio") for line in lines)
+    assert any(line.endswith("apcore-mcp server started: 1 tool registered, transport=stdio") for line in lines)
     assert any("Tool call: units" in line for line in lines)
     assert b"--export" not in stderr, "a hint for who is at a terminal"
 
@@ -334,8 +337,8 @@ def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_emp
 def test_the_exported_client_entry_starts_this_server_from_anywhere(
     extensions: Path, tmp_path: Path, package: str, path: list[str]
 ) -> None:
-    """With what it finds of the project's own modules here; and nothing of what it will serve is run for that."""
-    (extensions / "hand" / "write.py").write_text("open('ran', 'w')\nimport shop, stock\n" + MODULE.format(tag="calm"))
+    """With what it finds of the project's own modules here."""
+    (extensions / "hand" / "write.py").write_text("import shop, stock\n" + MODULE.format(tag="calm"))
     for name in ("shop.py", "src/stock.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -355,13 +358,12 @@ def test_the_exported_client_entry_starts_this_server_from_anywhere(
     assert entry["args"] == ["-m", package, "--extensions-dir", str(extensions), *flags]
     found = [str(tmp_path), *([str(tmp_path / "src"), str(ROOT)] if path else [])]
     assert entry["env"] == {"PYTHONPATH": os.pathsep.join(found)}
-    assert not (tmp_path / "ran").exists()
     environment = {"PATH": os.environ["PATH"], **entry["env"]}
     with RawClient([entry["command"], *entry["args"]], cwd=elsewhere, env=environment) as client:
         assert client.initialize()["result"]["serverInfo"]["name"] == "my tools"
         listed = [tool["name"] for tool in client.request("tools/list")["result"]["tools"]]
     assert listed == (["hand.write"] if path else []) + ["voice.shout"]
-    assert ended.stderr.splitlines() == [
+    assert [line for line in ended.stderr.splitlines() if "write.py is left out" not in line] == [
         "code --add-mcp " + shlex.quote(json.dumps({"name": name, **entry})),
         f"claude mcp add-json {shlex.quote(name)} " + shlex.quote(json.dumps(entry)),
     ]
@@ -381,6 +383,79 @@ def test_the_exported_client_entry_of_an_http_server_is_its_address(
     arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", *flags.split()]
     assert main(arguments) == 0
     assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": {"type": kind, "url": url}}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reasons"),
+    [
+        ("", []),
+        ("--prefix none", ["All registered modules (3) are left out by prefix"]),
+        ("--tags no --read-only", ["All registered modules (3) are left out by tags, read_only"]),
+    ],
+)
+def test_an_exported_client_entry_warns_of_what_its_server_would_lack(
+    extensions: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    reasons: list[str],
+) -> None:
+    (extensions / "broken.py").write_text("def broken(:")
+    assert main(["--extensions-dir", str(extensions), "--export", "client", *flags.split()]) == 0
+    assert "mcpServers" in json.loads(capfd.readouterr().out)
+    (level, broken), *others = logged(caplog)
+    assert level == "WARNING"
+    assert broken.startswith(f"{extensions / 'broken.py'} is left out: SyntaxError: ")
+    assert others == [("WARNING", reason) for reason in reasons]
+
+
+NO_OBJECT = MODULE.format(tag="x") + "    input_schema = {'type': 'string'}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "status", "served", "warning"),
+    [
+        ({}, "", 0, ["hand.write", "voice.say", "voice.shout"], None),
+        ({"help.py": "def help(): pass\n"}, "--tags calm", 0, ["hand.write", "voice.shout"], None),
+        ({}, "--tool-names portable --prefix v --exclude voice.shout", 0, ["voice-say"], None),
+        ({"no.py": "def broken(:"}, "--prefix v", 1, ["voice.say", "voice.shout"], "no.py is left out: SyntaxError"),
+        ({"no.py": "def broken(:"}, "--prefix v --log-level ERROR", 1, ["voice.say", "voice.shout"], None),
+        ({"hand/write.py": NO_OBJECT}, "", 1, ["voice.say", "voice.shout"], "Module hand.write is left out: "),
+        ({}, "--prefix none", 1, [], "All registered modules (3) are left out by prefix"),
+        (dict.fromkeys(("voice/say.py", "voice/shout.py", "hand/write.py"), ""), "", 1, [], "No modules registered"),
+    ],
+    ids=["fine", "helper", "flags", "file", "quiet", "module", "filters", "nothing"],
+)
+def test_a_check_lists_what_would_be_served_and_fails_when_that_lacks_something(
+    extensions: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    files: dict[str, str],
+    flags: str,
+    status: int,
+    served: list[str],
+    warning: str | None,
+) -> None:
+    for name, text in files.items():
+        (extensions / name).write_text(text)
+    assert main(["--extensions-dir", str(extensions), "--check", *flags.split()]) == status
+    count = 1 if status and served else 0
+    tools = "1 tool" if len(served) == 1 else f"{len(served)} tools"
+    assert capfd.readouterr().out.splitlines() == [*served, f"{tools} would be served, {count} left out"]
+    told = [text for level, text in logged(caplog) if level == "WARNING"]
+    assert len(told) == (0 if warning is None else 1), told
+    assert warning is None or warning in told[0]
+
+
+def test_a_check_is_of_the_options_too_and_is_no_export(
+    extensions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--extensions-dir", str(extensions), "--check"]
+    assert main([*arguments, "--explorer-prefix", "explorer"]) == 1
+    assert capfd.readouterr().err.startswith("Error: explorer_prefix must be")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--export", "mcp"])
+    assert ended.value.code == 2
 
 
 INITIALIZE = message("initialize", initialize_params("2025-11-25"))
@@ -566,6 +641,47 @@ def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.L
             ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
             ("INFO", f"apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
         ]
+
+
+@pytest.mark.requirement("FR-SERVER-006")
+def test_a_start_with_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a caller may be known, the ACL decides for each."""
+    registry = registry_of({"t.a": echo, "t.b": echo})
+    staff = ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"roles": ["staff"]})
+    closed = Executor(registry, acl=ACL([staff], default_effect="deny"))
+    odd = registry_of({"t.odd": FunctionalModule(echo, input_schema={"type": "string"})})
+    nothing = "; server starting with zero tools"
+    middleware = [ASGIMiddleware(lambda app: app)]
+    for source, options, expected in (
+        (registry, {"prefix": "x", "exclude": ["t.a"]}, ["All registered modules (2) are left out by prefix, exclude"]),
+        (odd, {}, ["Module t.odd is left out: ", "All registered modules (1) are left out by the faults above"]),
+        (closed, {}, ["All registered modules (2) are left out by the ACL, for callers without an identity"]),
+        (closed, {"middleware": middleware}, []),
+        (closed, {"prefix": "x"}, ["All registered modules (2) are left out by prefix"]),
+    ):
+        caplog.clear()
+        with serving(source, **options):
+            pass
+        told = [text for level, text in logged(caplog) if level == "WARNING"]
+        assert len(told) == len(expected), told
+        assert all(text.startswith(start) for text, start in zip(told, expected, strict=True)), told
+        assert not told or told[-1].endswith(nothing)
+
+
+def test_more_tools_than_clients_take_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """At a start and by `to_openai_tools`, from 129 on."""
+    caplog.set_level(logging.INFO, logger="apcore_mcp")
+    registry = registry_of({f"t.m{number}": echo for number in range(128)})
+    for expected in (0, 1):
+        caplog.clear()
+        with serving(registry):
+            to_openai_tools(registry)
+        lines = [text for level, text in logged(caplog) if level == "INFO" and "OpenAI" in text]
+        assert len(lines) == 2 * expected
+        assert all(text.startswith("129 tools: ") for text in lines)
+        assert all(option in text for text in lines for option in ("tags", "prefix", "exclude", "read_only"))
+        if not expected:
+            registry.register("t.last", FunctionalModule(echo))
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
