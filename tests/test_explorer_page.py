@@ -473,6 +473,18 @@ def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(show: Show) -> None:
     assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
 
 
+def test_what_has_no_title_is_called_by_what_tells_it_from_the_others(show: Show) -> None:
+    branches = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING, bic=STRING), STRING, {"const": 5}]
+    page = show(objects(pay={"oneOf": [*branches, objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]}))
+    kinds = ["card", "object of iban, bic", "string", "5", "object of a, b, c, …", "object"]
+    assert page.get_by_label("Kind of pay").locator("option").all_inner_texts() == kinds
+    expect(page.get_by_text(" or ".join(kinds), exact=True)).to_be_visible()
+    page.get_by_label("Include pay").check()
+    page.get_by_label("Kind of pay").select_option("object of iban, bic")
+    page.get_by_label("iban string").fill("DE02")
+    assert json.loads(sent(page)) == {"pay": {"iban": "DE02"}}
+
+
 def test_what_is_left_out_and_what_the_form_does_not_know_is_shown_as_such(show: Show) -> None:
     inner = {**objects(a=STRING), "additionalProperties": False}
     branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
