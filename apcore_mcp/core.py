@@ -389,25 +389,25 @@ def _metrics_counted(options: _Options) -> Iterator[_Options]:
 
 # ---- Schemas: JSON Schema in, a self-contained one out; pure ----
 
-# Which keywords hold schemas, older ones too; what stands under any other is data: a "$ref" in `enum` is no reference.
+# The keywords that hold schemas, those of older drafts included. Under any other one a `$ref` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
 _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
-_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # any other keyword describes a value
-_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())  # without names
+_VALUES = frozenset("const enum default examples".split())  # hold data
+_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # other keywords describe a value and constrain nothing
+_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
 
-_Model = type(BaseModel)  # what each model is one of
-_EXAMPLES = frozenset("default examples".split())
-_UNTOLD = re.compile(rb'"x-sensitive":true|[:[,](NaN|-?Infinity)\b')
+_Model = type(BaseModel)  # the metaclass of pydantic's models
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# What references lead to or by, and other dialects: nothing when references are written out.
+# Keywords that say where references lead, and the dialect: without meaning once references are inlined.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
-_REF_DEPTH_MAX = 32  # references inside references (SRS FR-SCHEMA-002)
+_REF_DEPTH_MAX = 32  # references inside references (FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
-# What the metaschema of 2020-12 says of one schema, without those inside it: to pydantic, a hundred times faster.
+# What the metaschema of 2020-12 says of one schema, without the schemas inside it, as a type of pydantic's. A server
+# with 1,000 dict schemas could not afford jsonschema's `check_schema` at its start: 10 ms for each, this takes 0.1 ms.
 _Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
@@ -436,8 +436,9 @@ _NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, t
 
 
 def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSONSchema:
-    """Copy `schema` with `change` applied to each schema directly inside it, but for `true` and `false` where everybody
-    writes them to open and close an object."""
+    """Copy `schema` with `change` applied to each schema directly inside it.
+
+    `additionalProperties: false` and its like are kept as they are: everybody writes them to close an object."""
 
     def changed(item: Any) -> Any:
         if isinstance(item, list):
@@ -455,36 +456,48 @@ def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSON
 
 
 def _subschemas(schema: Any) -> Iterator[JSONSchema]:
-    """`schema` and every schema in it, at any depth, legal or not, but for boolean ones."""
+    """`schema` and every schema in it, at any depth and each once, legal or not, but for boolean ones.
+
+    What stands under an unknown keyword counts as a schema too: a reference may lead there."""
     pending = [schema]
+    visited = set()
     while pending:
         part = pending.pop()
         if isinstance(part, list):
             pending += part
-        elif isinstance(part, dict):
+        elif isinstance(part, dict) and id(part) not in visited:
+            visited.add(id(part))
             yield part
             for keyword, value in part.items():
                 if keyword in _SCHEMA_MAPS and isinstance(value, dict):
                     pending += value.values()
-                elif keyword in _WITH_SCHEMAS:
+                elif keyword not in _VALUES:
                     pending.append(value)
 
 
 def _branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     """The schemas directly inside `schema` that stand under `keywords`."""
-    found: list[JSONSchema] = []
-    _map_subschemas({key: value for key, value in schema.items() if key in keywords}, found.append)
-    return found
+    branches: list[JSONSchema] = []
+    _map_subschemas({key: value for key, value in schema.items() if key in keywords}, branches.append)
+    return branches
 
 
 def _marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether anything in `schema`, legal or not, is marked `x-sensitive`."""
-    return b'"x-sensitive":true' in to_json(schema, fallback=str)
+    """Whether anything in `schema` is marked `x-sensitive`."""
+    return any(part.get("x-sensitive") is True for part in _subschemas(schema))
 
 
 def _plain(value: Any) -> Any:
     """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
     return from_json(to_json(value), allow_inf_nan=False)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _plain(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _properties(schema: JSONSchema) -> Any:
@@ -497,18 +510,23 @@ def _types(schema: JSONSchema) -> list[str]:
 
 
 class _Unconvertible(ValueError):
-    """A legal schema that cannot be written out: an output schema costs its tool only that."""
+    """A legal schema whose references cannot be inlined. An output schema like that costs its tool no more than the
+    `outputSchema`."""
 
 
 class _SchemaConverter:
-    """Write what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
+    """Put what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
 
-    The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says. It
-    is refused with ValueError when the metaschema refuses it, for a reference to itself, one more than 32 references
-    deep, and a result of more than 50,000 nodes; with KeyError for a reference to nothing."""
+    The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says.
+    ValueError for a schema that the metaschema refuses, for one that refers to itself or has references inside
+    references more than 32 deep, and for a result of more than 50,000 schemas; KeyError for a reference to nothing.
+    `is_model` says that pydantic wrote the schema and checks values by it."""
+
+    def __init__(self, is_model: bool = False) -> None:
+        self._is_model = is_model
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
-        """Return `schema` without references and without definitions. Source: SRS FR-SCHEMA-002."""
+        """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
         self._nodes = 0
         self._depth = 0  # of the innermost reference so far
         self._targets: dict[int, tuple[JSONSchema, int, int]] = {}  # written out, with their nodes and their depth
@@ -521,19 +539,22 @@ class _SchemaConverter:
         if isinstance(node, bool):
             return {} if node else {"not": {}}
         self._count(1, len(opened))
-        kept = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        _NODE.validate_python(kept, strict=True)
-        result = _map_subschemas(kept, lambda inner: self._visit(inner, resolver, opened))
+        result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
+        if self._is_model and isinstance(result.get("pattern"), str):
+            result = _with_readable_pattern(result)
+        _NODE.validate_python(result, strict=True)
+        result = _map_subschemas(result, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
             target = self._target(result.pop("$ref"), resolver, opened)
             if result.keys() & _CONSTRAINTS:
-                # What a reference beside constraints means; merging would let one constraint replace another.
+                # Both hold. If the two were merged, a constraint of one could replace the other's.
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
-        # Neither what a marked value is when nobody gives one, nor what JSON cannot say.
-        if not _EXAMPLES.isdisjoint(result) and _UNTOLD.search(to_json(result, fallback=lambda _: math.nan)):
-            result = {key: value for key, value in result.items() if key not in _EXAMPLES}
+        for keyword in ("default", "examples"):
+            # A marked value's would be a secret, and one that JSON cannot say would cost the tool its module.
+            if keyword in result and (not _is_json(result[keyword]) or _marks_sensitive(result)):
+                del result[keyword]
         return result
 
     def _target(self, ref: str, resolver: Any, opened: list[str]) -> JSONSchema:
@@ -566,60 +587,98 @@ class _SchemaConverter:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
 
 
+def _with_readable_pattern(schema: JSONSchema) -> JSONSchema:
+    r"""Move a pattern that only pydantic's engine knows into the description, where clients can read it:
+    `{"pattern": r"^\p{L}+$"}` becomes `{"description": r"(pattern: ^\p{L}+$)"}`."""
+    try:
+        re.compile(schema["pattern"])
+    except re.error:
+        readable = {**schema}
+        note = f"(pattern: {readable.pop('pattern')})"
+        readable["description"] = f"{schema.get('description', '')} {note}".lstrip()
+        return readable
+    return schema
+
+
 def _admits_object(schema: JSONSchema) -> bool:
+    """Whether `schema` lets objects through, as far as types and unions tell."""
     branches = _branches(schema, ["anyOf", "oneOf"])
     is_open = not branches or any(map(_admits_object, branches))
     return is_open and "object" in (_types(schema) or ["object"])
 
 
-# How pydantic-core's schema of a model says, as JSON, that it may give what its validation schema does not tell: other
-# names, more or fewer fields, other values, and what functions make of them. (Pydantic's own keep to their types.)
-_REWRITES = re.compile(
-    rb'"\w*alias":["\[]'
-    rb'|"computed_fields":\[\{|"serialization_exclude\w*":[^{]'
-    rb'|"ser_json_t|"type":"json"'
-    rb'|"function-(before|wrap|plain)","function":(\{"type":"[\w-]+","function":)?"(?!pydantic)'
-)
+def _core_schemas(part: Any) -> Iterator[Any]:
+    """Every schema of pydantic-core's in `part` of one."""
+    if isinstance(part, dict):
+        if isinstance(part.get("type"), str):  # not a map of fields, which may have any name
+            yield part
+        for key, value in part.items():
+            if key not in ("default", "expected", "members", "metadata"):  # hold data
+                yield from _core_schemas(value)
+    elif isinstance(part, list | tuple):
+        for item in part:
+            yield from _core_schemas(item)
+
+
+def _rewrites(core: JSONObject) -> bool:
+    """Whether a schema of pydantic-core's says that values are sent otherwise than JSON Schema describes them when they
+    are validated: under other names, more or fewer of them, in another form, or as what a function makes of them."""
+    if isinstance(core.get("validation_alias"), str | list) or isinstance(core.get("serialization_alias"), str):
+        return True
+    if core.get("computed_fields") or core.get("serialization_exclude") or core.get("serialization_exclude_if"):
+        return True
+    if core.get("type") == "json" or any(key.startswith("ser_json_t") for key in core.get("config") or ()):
+        return True
+    if core.get("type") not in ("function-before", "function-wrap", "function-plain"):
+        return False
+    function = core["function"]  # of a serializer, or in a dict that of a validator
+    if isinstance(function, dict):
+        function = function["function"]
+    # Pydantic's own functions keep to the types that they are for.
+    return not getattr(function, "__module__", "").startswith("pydantic")
 
 
 class _AnySchema(GenerateJsonSchema):
-    """Say `{}` of what JSON Schema cannot say."""
+    """Write `{}` for what JSON Schema cannot say."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
         return {}
 
 
 def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
-    """Each form in which a module's values may be given or sent: one, `described` by apcore, for dict schemas and for
-    most models; more where fields go by name or alias or serializers change them, and where a type is `declared`."""
+    """The schemas of each form in which a module's output may be sent, or its values be written in Python.
+
+    Dict schemas and most models have one, as apcore `described` it. A model with aliases, computed or excluded fields
+    or serializers, and a `dict[str, ...]` that a function has `declared`, have four: as validated and as serialised,
+    by alias and by name."""
     is_model = isinstance(declared, _Model)
     if not is_model and get_origin(declared) is not dict:
         return [described]
     adapter = TypeAdapter[Any](declared, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
-    core = {**adapter.core_schema}  # which builds what was deferred
-    written = to_json(core, bytes_mode="base64", fallback=lambda part: getattr(part, "__module__", ""))
-    if is_model and not _REWRITES.search(written):
+    core_schema = {**adapter.core_schema}  # a copy, as only looking into it builds one that pydantic has deferred
+    if is_model and not any(map(_rewrites, _core_schemas(core_schema))):
         return [described]
     schema_of = functools.partial(adapter.json_schema, schema_generator=_AnySchema)
-    sent = schema_of(mode="serialization")
-    return [described, sent, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
+    serialized = schema_of(mode="serialization")
+    return [described, serialized, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
 
 
-def _input_schema(schema: JSONSchema) -> JSONSchema:
-    """A module's arguments as a self-contained object schema (SRS FR-SCHEMA-001, -003, -004, -006): `{}` becomes
+def _input_schema(schema: JSONSchema, is_model: bool = False) -> JSONSchema:
+    """A module's arguments as a self-contained object schema (FR-SCHEMA-001, -003, -004, -006): `{}` becomes
     `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
-    inlined = _SchemaConverter().inline(schema) or {"properties": {}}
+    inlined = _SchemaConverter(is_model).inline(schema) or {"properties": {}}
     if not _admits_object(inlined):
         raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
     return {**inlined, "type": "object"}
 
 
 def _function_of(module: FunctionModule) -> Callable[..., Any]:
-    return module._func  # pyright: ignore[reportPrivateUsage]  # of which there is no public name
+    return module._func  # pyright: ignore[reportPrivateUsage]  # apcore has no public name for it
 
 
 def _declared_output(module: Any) -> Any:
-    """A module's output schema; for a function that returns a `dict[str, ...]` that type: apcore's says nothing."""
+    """A module's output schema. Of a function that returns a `dict[str, ...]` it is that type, where apcore's schema
+    has no fields."""
     if isinstance(module, FunctionModule):
         with suppress(NameError):
             returned = get_type_hints(_function_of(module), include_extras=True).get("return")
@@ -633,7 +692,7 @@ def _is_valid(value: Any, schema: JSONSchema) -> bool:
 
 
 def _nullable(schema: JSONSchema) -> JSONSchema:
-    """`schema`, letting null through."""
+    """`schema`, changed to accept null as well."""
     if _is_valid(None, schema):
         return schema
     nullable = {**schema}
@@ -646,14 +705,15 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
 
 # ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
 
-# Schemas beside others apply to the same value, the rest to a part of it; by some, a mark hides the whole.
+# Schemas under these keywords apply to the very value that the schema around them applies to, others to a part of it.
 _BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
+# Which part a schema under one of these applies to is not looked for: a mark there hides the whole value.
 _WHOLE = frozenset("patternProperties contains propertyNames contentSchema additionalItems dependencies".split())
 
 
 def _marks(schema: JSONSchema) -> JSONSchema:
-    """What `schema` marks `x-sensitive`, and nothing else: `{"properties": {"a": {"x-sensitive": True}, "b": {}}}` of
-    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {"type": "string"}}}`."""
+    """The marks of `schema` and nothing else: `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {}}}`
+    becomes `{"properties": {"a": {"x-sensitive": True}, "b": {}}}`."""
     if not _marks_sensitive(schema):
         return {}
     if schema.get("x-sensitive") is True or any(map(_marks_sensitive, _branches(schema, _WHOLE))):
@@ -662,14 +722,15 @@ def _marks(schema: JSONSchema) -> JSONSchema:
 
 
 def _views(*schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and everything in them that may apply to the same value."""
+    """`schemas` and all schemas in them that may apply to the same value."""
     for schema in schemas:
         yield schema
         yield from _views(*_branches(schema, _BESIDE))
 
 
 def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
-    """What may apply to one property or item of the value that `views` describe; of patterns any may."""
+    """The schemas that may apply to one property or item of the value that `views` describe. Patterns of names are not
+    tried: each counts."""
     for view in views:
         if isinstance(step, int):
             yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, ["items", "unevaluatedItems"])
@@ -680,10 +741,10 @@ def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema
 
 
 def _redact(value: Any, *marks: JSONSchema) -> Any:
-    """Copy plain JSON with `***REDACTED***` for what one of `marks`, made by `_marks`, says is sensitive.
+    """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, from `_marks`, marks.
 
-    It goes where there are marks and no further. apcore's own redaction passes over maps (`additionalProperties`), and
-    by default blanks innocent keys by substring ("author", "tokens_used")."""
+    It only looks where there are marks. Not by `apcore.redact_sensitive`, which overlooks the values of maps
+    (`additionalProperties`) and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
     views = [view for view in _views(*marks) if view]
     if value is None or not views:
         return value
@@ -781,9 +842,6 @@ class _AnnotationMapper:
         return f"\n\n[Annotations: {', '.join(different)}]" if different else ""
 
 
-_DECIMAL = re.compile(rb'"number"[^{}]*\},\{[^{}]*"string"')  # what pydantic promises of one
-
-
 class _Tool:
     """One listed module: everything about it that does not change from call to call. `name` is its alias as long as the
     catalog knows of no other tool that could be meant. ValueError or KeyError when the module cannot be a tool."""
@@ -799,7 +857,7 @@ class _Tool:
             isinstance(module, FunctionModule)
             and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
         )
-        inputs = _input_schema(descriptor.input_schema)
+        inputs = _input_schema(descriptor.input_schema, isinstance(self.model, _Model))
         if self.is_closed:
             inputs["additionalProperties"] = False
         declared = _declared_output(module)
@@ -817,10 +875,6 @@ class _Tool:
         self._definition: JSONObject = _plain([[[definition]]])[0][0][0]
         self.input_schema = self._definition["inputSchema"]
         self.output_schema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        # Whether a Decimal is a number there: JSON says it as text, and so do the models that have one.
-        said = to_json(self.output_schema)
-        is_exact = isinstance(declared, _Model) and _DECIMAL.search(said)
-        self.has_numbers = b'"number"' in said and not is_exact
         self.resources = self._resources()
 
     def _outputs(self, forms: list[JSONSchema]) -> list[JSONSchema]:
@@ -896,14 +950,25 @@ def _to_text(value: Any) -> str:
     return to_json(value, fallback=str, bytes_mode="base64").decode()
 
 
-def _with_numbers(value: Any) -> Any:
-    """Copy containers with a number for each Decimal, which would become text."""
-    if isinstance(value, Decimal):
-        return float(value)
+def _has_decimal(value: Any) -> bool:
+    """Whether there is a Decimal in nested containers."""
     if isinstance(value, dict):
-        return {key: _with_numbers(item) for key, item in value.items()}
+        return any(map(_has_decimal, value.values()))
     if isinstance(value, list | tuple):
-        return [_with_numbers(item) for item in value]
+        return any(map(_has_decimal, value))
+    return isinstance(value, Decimal)
+
+
+def _with_numbers(value: Any, *schemas: JSONSchema) -> Any:
+    """Copy containers with a float for each Decimal, which JSON would say as text, where `schemas` want a number."""
+    views = [*_views(*schemas)]
+    if isinstance(value, Decimal):
+        types = {kind for view in views for kind in _types(view)}
+        return float(value) if "string" not in types and types & {"number", "integer"} else value
+    if isinstance(value, dict):
+        return {name: _with_numbers(item, *_inside(views, name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item, *_inside(views, index)) for index, item in enumerate(value)]
     return value
 
 
@@ -913,8 +978,8 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
     Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (SRS FR-EXEC-002). ModuleError
     OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for a file that is not base64."""
     try:
-        if tool.has_numbers:
-            output = _with_numbers(output)
+        if _has_decimal(output):
+            output = _with_numbers(output, tool.output_schema)
         plain = from_json(_to_text(output or {}), allow_inf_nan=False)
         value = _redact(plain, *tool.marks)
         files = _take_files(tool, value)

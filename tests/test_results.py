@@ -273,6 +273,37 @@ async def test_what_json_cannot_say_is_an_error_and_the_server_lives_on() -> Non
 # ---- output_formatter ----
 
 
+async def test_a_decimal_is_a_number_exactly_where_the_schema_wants_a_number() -> None:
+    """Whatever other fields there are: a client refuses a call whose result breaks what was promised."""
+
+    class Offer(BaseModel):
+        price: float
+        note: float | str
+        exact: Decimal
+
+    module = gives({"price": Decimal("1.5"), "note": Decimal("2.5"), "exact": Decimal("3.50")}, output_schema=Offer)
+    properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}, "note": {}}
+    output = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0")}
+    plain = gives(output, output_schema={"type": "object", "properties": properties})
+    async with connect({"an.offer": module, "an.offer_of_dicts": plain}) as client:
+        result = await client.call_tool("an.offer", {})
+        assert json.loads(success_text(result)) == {"price": 1.5, "note": "2.5", "exact": "3.50"}
+        assert result.structured_content == {"price": 1.5, "note": "2.5", "exact": "3.50"}
+        result = await client.call_tool("an.offer_of_dicts", {})
+        assert result.structured_content == {"price": 1.5, "prices": [2.0, 3], "note": "4.0"}
+
+
+async def test_a_default_that_looks_like_a_setting_of_pydantic_costs_nothing_of_the_promise() -> None:
+    class Options(BaseModel):
+        opts: dict[str, str] = {"alias": "x", "type": "json"}
+        count: int
+
+    async with connect({"t.options": gives({"count": 1}, output_schema=Options)}) as client:
+        (tool,) = (await client.list_tools()).tools
+        assert tool.output_schema is not None
+        assert {*tool.output_schema["properties"]} == {"opts", "count"}
+
+
 def emptied(value: Any) -> str:
     value.clear()
     return "nothing left\ud800"

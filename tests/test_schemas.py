@@ -5,6 +5,7 @@ Demanded by SRS FR-SCHEMA-001 to -006 and NFR-REL-002, and by the design's "Sche
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import json
@@ -18,7 +19,8 @@ from generated import QUICK, models, mutations
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support import DATA, INTEGER, STRING, check, nested, one, subschemas
+from pydantic import BaseModel, Field
+from support import DATA, INTEGER, STRING, check, failure, nested, one, subschemas
 
 from apcore_mcp import to_openai_tools
 
@@ -198,7 +200,7 @@ REFUSED = {
     "1001-schemas-51-times": ({"type": "object", "properties": WIDER, "$defs": BIG}, "50000 nodes"),
     "50001-schemas": ({"type": "object", "properties": {f"p{n}": {} for n in range(50_000)}}, "50000 nodes"),
     "5000-levels-of-properties": (nested(5_000), ""),
-    "5000-levels-of-data": (one({"default": DATA}), ""),
+    "5000-levels-of-data": (one({"enum": [DATA]}), ""),
     "python-object-in-itself": (LOOP, ""),
     "root-array": ({"type": "array", "items": STRING}, "array"),
     "root-null-or-string": ({"type": ["null", "string"]}, ""),
@@ -246,6 +248,47 @@ def test_a_default_that_json_cannot_say_is_dropped_and_not_the_module(default: A
     registry = registry_of({"t.m": FunctionalModule(echo, input_schema=one({"title": "D", "default": default}))})
     said = {"title": "D"} if kept is None else {"title": "D", "default": kept}
     assert to_openai_tools(registry)[0]["function"]["parameters"] == one(said)
+
+
+@pytest.mark.parametrize("text", ["x,NaN", "see [Infinity", ':-Infinity "x-sensitive":true'])
+def test_a_text_that_looks_like_what_json_cannot_say_costs_no_example(text: str) -> None:
+    field = {"type": "string", "description": f"Such as ,Infinity or {text}", "default": text, "examples": [text]}
+    assert check(one(field))["properties"]["p"] == field
+
+
+async def test_a_pattern_that_only_pydantic_reads_is_described_and_checked_by_pydantic() -> None:
+    """Python's `re` and clients cannot compile it."""
+
+    class Name(BaseModel):
+        name: str = Field(pattern=r"^\p{L}+$", description="Letters of any script.")
+        plain: str = Field("a", pattern="^[a-z]+$")
+
+    module = FunctionalModule(echo, input_schema=Name)
+    async with connect({"a.greeting": module}, validate_inputs=True) as client:
+        (tool,) = (await client.list_tools()).tools
+        name, plain = (tool.input_schema["properties"][key] for key in ("name", "plain"))
+        assert "pattern" not in name
+        assert name["description"] == r"Letters of any script. (pattern: ^\p{L}+$)"
+        assert plain["pattern"] == "^[a-z]+$"
+        assert not (await client.call_tool("a.greeting", {"name": "Żółć"})).is_error
+        refused = failure(await client.call_tool("a.greeting", {"name": "R2-D2"}))
+        assert refused["error_message"].startswith("Input validation failed:\n- name: ")
+
+
+def test_a_dict_schema_with_a_pattern_that_python_cannot_compile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """apcore's own validation would raise in every call."""
+    schema = one({"type": "string", "pattern": r"^\p{L}+$"})
+    assert to_openai_tools(registry_of({"a.greeting": FunctionalModule(echo, input_schema=schema)})) == []
+    assert "a.greeting" in caplog.text
+
+
+def test_a_schema_that_holds_itself_costs_its_module_alone(caplog: pytest.LogCaptureFixture) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    schema["properties"]["again"] = schema
+    registry = registry_of({"a.good": echo})
+    with contextlib.suppress(Exception):  # apcore may refuse it first
+        registry.register("a.cycle", FunctionalModule(echo, output_schema=schema))
+    assert "a-good" in [tool["function"]["name"] for tool in to_openai_tools(registry)]
 
 
 def test_a_property_called_like_a_keyword_is_a_property() -> None:

@@ -275,9 +275,11 @@ class Exact(BaseModel):
 
 async def test_a_number_that_apcore_takes_for_one_is_sent_as_one() -> None:
     """What SQL makes of SUM is a Decimal."""
-    total = {"total": {"type": "number"}, "s": {"anyOf": [{"type": "number"}, {"type": "string"}]}}
+    number = {"type": "number"}
+    rows = {"type": "array", "items": {"type": "array", "items": number}}
+    total = {"total": number, "s": {"anyOf": [number, {"type": "string"}]}, "all": rows}
     modules = {
-        "t.dict": giving({"type": "object", "properties": total}, {"total": D("10.50"), "all": [(D(1),)]}),
+        "t.dict": giving({"type": "object", "properties": total}, {"total": D("10.50"), "all": [[D(1)]]}),
         "t.float": returning(float, D("10.50")),
         "t.exact": giving(Exact, {"price": D("0.10"), "ratio": 1}),
     }
