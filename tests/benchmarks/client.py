@@ -39,11 +39,12 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Server:
-    """What a server is started with: see `server.py` for the first four."""
+    """What a server is started with: see `server.py` for the first five."""
 
     side: str
     count: int = 0  # of modules, or of workers
     names: str = "module-id"
+    models: bool = False
     http: bool = False  # in the 2026-07-28 era; else stdio in this one:
     era: str = HANDSHAKE
     tree: Path | None = None  # where `apcore_mcp` is imported from, when not from here
@@ -63,6 +64,8 @@ class Side:
         script = str(Path(__file__).with_name("server.py"))
         self._arguments = [sys.executable, script, server.side]
         self._arguments += [f"--{flag}={value}" for flag, value in flags.items()]
+        if server.models:
+            self._arguments.append("--models")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         options["env"] = {**os.environ, "PYTHONPATH": str(server.tree or ROOT)}

@@ -99,7 +99,7 @@ def add_modules(registry: Registry, count: int, schema: Any = ORDER) -> None:
 def modules(count: int, schema: Any = ORDER) -> Registry:
     """A registry of `count` modules: one of each kind, those above, and for the rest ones of `schema`.
 
-    That has ten properties, and is JSON Schema: what pydantic takes to write it is nobody's doing here.
+    That has ten properties. By default it is JSON Schema: what pydantic takes to write one is no part of most figures.
     """
     registry = Registry()
     for kind, (its_schema, _) in KINDS.items():
@@ -209,12 +209,13 @@ def main() -> None:
     parser.add_argument("side", choices=("ours", "guarded", "minimal", "workers"))
     parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
+    parser.add_argument("--models", action="store_true", help="whose schemas are pydantic models, not JSON Schema")
     parser.add_argument("--port", type=int, default=0, help="serve streamable HTTP there instead of stdio")
     arguments = parser.parse_args()
     if arguments.side == "workers":
         run_workers(arguments.count, arguments.port)
         return
-    registry = modules(arguments.count)
+    registry = modules(arguments.count, Order if arguments.models else ORDER)
     if arguments.port:
         end_with_parent(lambda: os._exit(0))
     if arguments.side == "minimal":
