@@ -1053,8 +1053,8 @@ _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
 _UNEXPECTED = "Internal error occurred"
-_NOBODY = "nobody can be asked"  # the reason of our own approval handlers
 _UNEXPECTED_CODE = "GENERAL_INTERNAL_ERROR"
+_NOBODY = "nobody can be asked"  # the reason of our own approval handlers
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1101,8 +1101,8 @@ _ArgumentsValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": 
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     """What apcore finds wrong with arguments, each field by its full path: `{"field": "sizes.0.width", ...}`.
 
-    A pydantic model is asked, as apcore asks it. jsonschema is slower than that, and Python's `re` may take minutes
-    for a pattern: they only see the arguments of modules with a dict schema, for which apcore uses them as well."""
+    A pydantic model is asked as apcore asks it, and takes milliseconds where Python's `re` may take minutes for a
+    pattern. jsonschema, which uses that, only sees what apcore itself shows to it: arguments for a dict schema."""
     if not hasattr(tool.model, "model_validate_json"):
         for error in _ArgumentsValidator(tool.input_schema).iter_errors(arguments):
             yield from _leaves(error)
@@ -1135,14 +1135,20 @@ def _leaves(error: Any) -> Iterator[dict[str, str]]:
         yield _fault(error.absolute_path, error.validator, error.message)
 
 
+_HAS_MARKS = weakref.WeakKeyDictionary[Any, bool]()  # by schema: to read one takes longer than a call
+
+
 def _has_marks(module: Any, side: str) -> bool:
-    """Whether a module marks anything `x-sensitive` in its `input_schema` or `output_schema`; also where nobody can
-    tell, as no JSON schema can be made of that."""
+    """Whether a module marks anything `x-sensitive` in its `input_schema` or `output_schema` (the `side`), in any form
+    that its values have. True also where nobody can tell, as no JSON schema can be made."""
     schema: Any = getattr(module, side, None)
-    declared = _declared_output(module) if side == "output_schema" else schema
+    if schema is None or isinstance(schema, dict):
+        return _marks_sensitive(schema or {})
     try:
-        described = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema or {}
-        return any(map(_marks_sensitive, _forms(declared, described)))
+        if schema not in _HAS_MARKS:
+            declared = _declared_output(module) if side == "output_schema" else schema
+            _HAS_MARKS[schema] = any(map(_marks_sensitive, _forms(declared, schema.model_json_schema())))
+        return _HAS_MARKS[schema]
     except Exception:  # fail closed: it may be a user's own class
         return True
 
@@ -1179,12 +1185,13 @@ class _ErrorMapper:
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
         try:
-            return self._describe(error)
+            return self._read(error)
         except Exception as failure:  # boundary: what a module's author puts into an error may be anything
             self._log(error, f"(not shown: reading it raised {type(failure).__name__})")
             return _failure(_UNEXPECTED, _UNEXPECTED_CODE)
 
-    def _describe(self, error: BaseException) -> JSONObject:
+    def _read(self, error: BaseException) -> JSONObject:
+        """The same for an error whose attributes are what apcore's classes make of them; for others it may raise."""
         cause: BaseException = error
         if isinstance(error, ModuleExecuteError) and error.cause is not None:
             cause = error.cause  # what the module raised
@@ -1192,7 +1199,18 @@ class _ErrorMapper:
         if isinstance(cause, RecursionError) and step == "output_validation":  # apcore follows a cycle to its end
             error = cause = ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON: it holds itself")
         modules = [*self._modules_behind(error)]
-        is_withheld = any(_has_marks(module, "input_schema") for module in modules)
+        has_secret_inputs = any(_has_marks(module, "input_schema") for module in modules)
+        has_secret_outputs = any(_has_marks(module, "output_schema") for module in modules)
+        result = self._result(error, cause, step, has_secret_inputs)
+        if has_secret_inputs or has_secret_outputs:
+            self._log(cause, f"{_WITHHELD} at {_place_of(cause)}")
+        else:
+            trace = None if isinstance(cause, ModuleError) else cause
+            self._log(cause, str(getattr(cause, "message", cause)), trace)
+        return result
+
+    def _result(self, error: BaseException, cause: BaseException, step: str, is_withheld: bool) -> JSONObject:
+        """The tool result for the `error` of apcore's Executor, whose `cause` is what a module or a step raised."""
         code = _UNEXPECTED_CODE
         text = _UNEXPECTED
         report: JSONObject = {}
@@ -1204,11 +1222,6 @@ class _ErrorMapper:
             report.update(details)
         report = {key: value for key, value in report.items() if value is not None}
         result: JSONObject = _plain(_failure(text, code, **report))
-        if is_withheld or self.tool.marks or any(_has_marks(module, "output_schema") for module in modules):
-            self._log(cause, f"{_WITHHELD} at {_place_of(cause)}")
-        else:
-            trace = None if isinstance(cause, ModuleError) else cause
-            self._log(cause, str(getattr(cause, "message", cause)), trace)
         return result
 
     def _modules_behind(self, error: BaseException | None) -> Iterator[Any]:
@@ -1267,7 +1280,7 @@ class _ErrorMapper:
         elif step in ("approval_gate", "input_validation"):
             faults = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
         if not faults:  # the module itself refuses the arguments, or middleware has changed them
-            faults = [*map(_fault_of, itertools.islice(error.details.get("errors", ()), _ERRORS_MAX))]
+            faults = [*map(_fault_of, itertools.islice(error.details.get("errors") or (), _ERRORS_MAX))]
         lines = [title]
         for fault in faults:
             if is_withheld:  # a message may quote the value, a part or the parent of it

@@ -15,8 +15,9 @@ from datetime import date
 from typing import Any, NoReturn
 
 import pytest
-from apcore import Executor, ModuleAnnotations, ModuleError, Registry
+from apcore import Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
+from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from conftest import FunctionalModule, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
 from support import (
@@ -269,6 +270,52 @@ async def test_which_modules_take_part_is_known_by_whatever_pipeline_an_executor
     assert len(errors_logged(caplog)) == 2
 
 
+async def test_a_module_that_an_executor_finds_in_its_own_way_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+    registry = registry_of({"quoting_it": quoting_it, "login.invalid": login_of(SPEAKING["invalid"])})
+
+    class FindsItself(BaseStep):
+        async def execute(self, ctx: PipelineContext) -> StepResult:
+            ctx.module = registry.get(ctx.module_id)
+            return StepResult("continue")
+
+    steps = Executor(registry).current_strategy.steps
+    steps[2] = FindsItself("finds_itself", provides=("module",))
+    async with connect(Executor(registry, strategy=ExecutionStrategy("own", steps))) as client:
+        result = await client.call_tool("quoting_it", {"how": "invalid", "user": "bob", "password": TOKEN})
+    failure(result, "Invalid input")
+    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+
+
+async def test_a_module_that_middleware_refuses_before_its_arguments_are_checked_takes_part(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refuses(Middleware):
+        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+            if module_id == "login.fine":
+                raise InvalidInputError(f"nobody logs in today: {inputs}")
+
+    registry = registry_of({"quoting_it": quoting_it, "login.fine": login_of(lambda inputs: {})})
+    async with connect(Executor(registry, middlewares=[Refuses()])) as client:
+        result = await client.call_tool("quoting_it", {"how": "fine", "user": "bob", "password": TOKEN})
+    failure(result, "Invalid input")
+    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+
+
+class Unwritable(BaseModel):
+    """A model of which no JSON schema can be made."""
+
+    password: str = Field(json_schema_extra={"x-sensitive": True})
+    call: Callable[[], int] = int
+
+
+async def test_a_module_whose_schema_cannot_be_read_may_have_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    modules = {"quoting_it": quoting_it, "login.unwritable": FunctionalModule(echo, input_schema=Unwritable)}
+    async with connect(modules) as client:
+        result = await client.call_tool("quoting_it", {"how": "unwritable", "password": TOKEN})
+    failure(result, "Invalid input")
+    assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
+
+
 async def test_a_module_that_has_been_replaced_meanwhile_took_part_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
 
@@ -311,6 +358,11 @@ async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_a
         assert re.search(r"values\) at test_secrets\.py:\d+ in throw$", message)
 
 
+class Key(BaseModel):
+    label: str
+    value: str = Field(json_schema_extra={"x-sensitive": True})
+
+
 class Computes(BaseModel):
     @computed_field(json_schema_extra={"x-sensitive": True})  # type: ignore[prop-decorator]
     @property
@@ -322,7 +374,15 @@ def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
     throw(RuntimeError(f"cannot store {TOKEN}"))
 
 
-@pytest.mark.parametrize("tool", ["gives.invalid", "raises.token", "raises.computed", "passes.on", "passes.computed"])
+def keys_of() -> dict[str, Key]:
+    """Give all keys."""
+    throw(RuntimeError(f"cannot store {TOKEN}"))
+
+
+GIVES_SECRETS = ["gives.invalid", "raises.token", "raises.computed", "passes.on", "passes.computed", "passes.keys"]
+
+
+@pytest.mark.parametrize("tool", GIVES_SECRETS)
 async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {
         "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
@@ -330,6 +390,8 @@ async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplo
         "raises.computed": FunctionalModule(fail, output_schema=Computes),
         "passes.on": calls("raises.token"),
         "passes.computed": calls("raises.computed"),
+        "passes.keys": calls("raises.keys"),
+        "raises.keys": FunctionModule(keys_of, "raises.keys"),
     }
     for redacts in (True, False):
         caplog.clear()
@@ -341,11 +403,6 @@ async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplo
 
 
 # ---- Redaction ----
-
-
-class Key(BaseModel):
-    label: str
-    value: str = Field(json_schema_extra={"x-sensitive": True})
 
 
 class Account(BaseModel):
