@@ -249,34 +249,6 @@ class _Options:
         label = field.name.replace("_", " ")
         raise ValueError(f"Unknown {label}: {value!r}. Must be one of: {', '.join(choices)}")
 
-    @field_validator("name", "version", "instructions", "prefix")
-    @classmethod
-    def _not_empty(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value == "":
-            raise ValueError(f"{info.field_name} must not be empty")
-        return value
-
-    @field_validator("name")
-    @classmethod
-    def _at_most_255_characters(cls, name: str) -> str:
-        if len(name) > 255:
-            raise ValueError("name must not exceed 255 characters")
-        return name
-
-    @field_validator("tags")
-    @classmethod
-    def _without_empty_tags(cls, tags: Sequence[str] | None) -> Sequence[str] | None:
-        if not all(tags or ()):
-            raise ValueError("Tag values must not be empty")
-        return tags
-
-    @field_validator("timeout")
-    @classmethod
-    def _finite_seconds(cls, timeout: float | None) -> float | None:
-        if timeout is not None and not 0 <= timeout < math.inf:
-            raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {timeout}")
-        return timeout
-
     @field_validator("explorer_prefix")
     @classmethod
     def _path_of_its_own(cls, prefix: str) -> str:
@@ -288,7 +260,16 @@ class _Options:
         return path
 
     @model_validator(mode="after")
-    def _address_to_listen_on(self) -> _Options:
+    def _within_bounds(self) -> _Options:
+        for name in ("name", "version", "instructions", "prefix"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must not be empty")
+        if len(self.name) > 255:
+            raise ValueError("name must not exceed 255 characters")
+        if not all(self.tags or ()):
+            raise ValueError("Tag values must not be empty")
+        if self.timeout is not None and not 0 <= self.timeout < math.inf:
+            raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.transport != "stdio":
             if not self.host:
                 raise ValueError("Host must not be empty")
