@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from apcore import Executor, Registry
+from apcore.utils.redaction import REDACTED_VALUE
 from conftest import ANYTHING, HANDSHAKE, MODULE, FunctionalModule, RawClient, connect, echo, serving
 from mcp.client import Client
 from support import exported_names, followed, run, text_of
@@ -458,6 +459,23 @@ async def test_files_become_change_and_cease_to_be_tools(tmp_path: Path, monkeyp
         await wait_until_shown(following, {"hot.ping": "from the metadata"})
         path.unlink()
         await wait_until_shown(following, {})
+
+
+async def test_a_file_that_changes_is_called_by_its_new_model(tmp_path: Path) -> None:
+    written, path = tmp_path / "hot" / "ping.new", tmp_path / "hot" / "ping.py"
+    look = "    def execute(self, inputs, context):\n"
+    look += "        return {'text': '', 'times': len(context.redacted_inputs['text'])}\n"
+    write(path, "one", look)
+    async with followed(registry_of_files(tmp_path), HANDSHAKE, dynamic=True) as following:
+        assert text_of(await following[0].call_tool("hot.ping", {"text": "abc"})) == '{"text":"","times":3}'
+        write(written, "two", look)
+        description = 'description="What to say"'
+        mark = 'json_schema_extra={"x-sensitive": True}'
+        written.write_text(written.read_text().replace(description, f"{description}, {mark}"))
+        written.replace(path)
+        await wait_until_shown(following, {"hot.ping": "two"})
+        expected = {"text": REDACTED_VALUE, "times": len(REDACTED_VALUE)}
+        assert json.loads(text_of(await following[0].call_tool("hot.ping", {"text": "abc"}))) == expected
 
 
 async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following(tmp_path: Path) -> None:
