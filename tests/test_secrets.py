@@ -15,7 +15,8 @@ from datetime import date
 from typing import Any, NoReturn
 
 import pytest
-from apcore import Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore import ACL, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore.approval import AlwaysDenyHandler
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from conftest import FunctionalModule, connect, echo, registry_of, serving
@@ -356,6 +357,30 @@ async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_a
     assert "login.invalid - InvalidInputError: (not shown: it may quote sensitive values)" in invalid
     for message in (unexpected, invalid):
         assert re.search(r"values\) at test_secrets\.py:\d+ in throw$", message)
+
+
+REFUSING: dict[str, dict[str, Any]] = {
+    "ACLDeniedError": {"acl": ACL([], default_effect="deny")},
+    "ApprovalDeniedError": {"approval_handler": AlwaysDenyHandler()},
+    "SchemaValidationError": {},
+    "JSONDecodeError": {},
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+async def test_the_log_of_a_failure_that_may_quote_a_secret_is_one_line_with_one_place(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    annotations = ModuleAnnotations(requires_approval=True)
+    login = login_of(lambda inputs: json.loads(inputs["password"]), annotations=annotations)
+    executor = Executor(registry_of({"login.now": login}), **REFUSING[name])
+    arguments = {"password": TOKEN, "user": 7 if name == "SchemaValidationError" else "bob"}
+    async with connect(executor, approval="off") as client:
+        failure(await client.call_tool("login.now", arguments))
+    (record,) = errors_logged(caplog)
+    place = r"test_secrets\.py:\d+ in <lambda>" if name == "JSONDecodeError" else r"\w+\.py:\d+ in \w+"
+    expected = rf"Tool call error: login\.now - {name}: \(not shown: it may quote sensitive values\) at {place}"
+    assert re.fullmatch(expected, logging.Formatter("%(message)s").format(record))
 
 
 class Key(BaseModel):
