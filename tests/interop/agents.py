@@ -15,6 +15,7 @@ from .model import Call, Model, scripted
 from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason, run, serving
 
 HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation"]
+NAME = "apcore-mcp"  # of the server, as `--export client` has it: agents put it before the names of tools
 DOCUMENT = "docs://finance.loan_schedule"
 # Agents start the server somewhere else.
 STARTED: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": {"PYTHONPATH": str(ROOT)}}
@@ -43,10 +44,10 @@ class Agent:
 
 def _claude_code(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
     server = {"type": "http", "url": url} if url else STARTED
-    (home / "mcp.json").write_text(json.dumps({"mcpServers": {"apcore": server}}))
+    (home / "mcp.json").write_text(json.dumps({"mcpServers": {NAME: server}}))
     quiet = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER"), "1")
     eager = {"ENABLE_TOOL_SEARCH": "false", "MCP_CONNECTION_NONBLOCKING": "false"}
-    allowed = ["--allowedTools", "mcp__apcore", "ReadMcpResourceTool"]
+    allowed = ["--allowedTools", f"mcp__{NAME}", "ReadMcpResourceTool"]
     command = ["claude", "-p", "Go.", "--mcp-config", "mcp.json", "--strict-mcp-config", *allowed]
     return {"ANTHROPIC_BASE_URL": model.url, "ANTHROPIC_API_KEY": "none", **quiet, **eager}, command
 
@@ -65,7 +66,7 @@ def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], l
         name = "scripted"
         base_url = "{model.url}"
         wire_api = "responses"
-        [mcp_servers.apcore]
+        [mcp_servers.{NAME}]
         required = true
         {server}
     """)
@@ -75,7 +76,7 @@ def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], l
 def _gemini_cli(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
     server = {"httpUrl": url} if url else STARTED
     settings = {
-        "mcpServers": {"apcore": {**server, "trust": True}},
+        "mcpServers": {NAME: {**server, "trust": True}},
         "general": {"enableAutoUpdate": False},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
@@ -96,7 +97,7 @@ AGENTS = [
 
 def _told(agent: Agent, url: str | None) -> list[str]:
     """What the agent's model was offered and told, with a server at `url` or one that the agent starts."""
-    script = [*CALLS, (agent.read_resource, {"server": "apcore", "uri": DOCUMENT})]
+    script = [*CALLS, (agent.read_resource, {"server": NAME, "uri": DOCUMENT})]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, scripted(script) as model:
         home = Path(folder)
         environment, command = agent.prepare(home, model, url)

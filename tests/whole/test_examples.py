@@ -30,7 +30,7 @@ from starlette.testclient import TestClient
 from support import answer, modern
 
 import apcore_mcp
-from apcore_mcp import discover
+from apcore_mcp import discover, run_openai_call, to_openai_tools
 from apcore_mcp.__main__ import main
 
 
@@ -237,6 +237,27 @@ def test_the_first_program_of_the_readme_serves_the_first_tool_which_does_what_i
         assert (tool["name"], tool["description"]) == ("text.shout", "Write a text in capitals.")
         called = client.request("tools/call", {"name": "text.shout", "arguments": {"text": "good morning"}})
     assert json.dumps(called["result"]["structuredContent"]) in README
+
+
+async def test_the_modules_of_the_readme_are_served_from_the_files_that_it_names(
+    project: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their ids are those of its table; what `@validate_call` is for, the function shows by comparing dates."""
+    (project / "extensions" / "shop").mkdir()
+    (project / "extensions" / "shop" / "orders.py").write_text(block_with("validate_call"))
+    (project / "extensions" / "overwrite.py").write_text(block_with("class Overwrite"))
+    registry = discover("extensions")
+    assert registry.list() == ["overwrite", "shop.orders.count", "text.shout"]
+    definition = registry.get_definition("shop.orders.count")
+    assert definition is not None
+    (example,) = definition.examples
+    assert json.loads(await run_openai_call(registry, "shop-orders-count", example.inputs)) == example.output
+    (tool,) = to_openai_tools(registry, prefix="shop", embed_annotations=True)
+    function = tool["function"]
+    assert function["description"].startswith("Count the orders since a day. Use it before you list them, as a list")
+    assert function["description"].endswith("[Annotations: readonly=true, idempotent=true]")
+    assert [*function["parameters"]["properties"]] == ["since"]
+    assert caplog.text == ""
 
 
 def test_the_tools_are_mounted_in_an_application_as_the_readme_shows(project: Path) -> None:
