@@ -174,6 +174,21 @@ async def test_only_who_began_a_call_can_go_on_with_it() -> None:
         assert result.structured_content == {"answer": {}, **identity("alice")}
 
 
+async def test_a_question_says_nothing_of_the_caller_and_what_is_approved_is_the_callers() -> None:
+    """Nor which module asks for another one; the user of a client need not be whom its requests are made for."""
+    gated = FunctionalModule(whoami, annotations=ModuleAnnotations(requires_approval=True))
+    calls_gated = FunctionalModule(lambda inputs, context: context.executor.call("gated", {"to": "bob"}, context))
+    async with signed(registry_of({"gated": gated, "inner.work": calls_gated}), caller="alice") as session:
+        wire = Wire(session.client)
+        for name in ("gated", "inner.work"):
+            result = await wire.call(name, {"to": "bob"})
+            key, question = next(iter(result.input_requests.items()))
+            assert question.params.message == 'Let gated run?\nA module of a test\nArguments:\n- to: "bob"'
+            assert not {word for word in ("alice", "inner", "read", "write") if word in question.model_dump_json()}
+            retry = {"request_state": result.request_state, "input_responses": {key: accept(approve=True)}}
+            assert (await wire.call(name, {"to": "bob"}, **retry)).structured_content == identity("alice")
+
+
 @contextlib.contextmanager
 def authenticated(**options: Any) -> Iterator[httpx.Client]:
     """A client of a server behind `AuthenticationMiddleware`, with a module that asks."""
