@@ -2308,6 +2308,7 @@ class _Call:
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> JSONObject | None:
+        """Ask the user who made the call, as `elicit()` says: one question at a time."""
         if asyncio.get_running_loop() is not self._loop:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -2598,12 +2599,14 @@ def _module_threads() -> _ModuleThreads:
 
 # ---- Approval: who is asked before a call runs; event loop only ----
 
-_CONTROL = "system.control."  # how the ids of apcore's modules begin that configure and reload the application
+_CONTROL = "system.control."  # begins the ids of apcore's modules that configure and reload the application
 
 
 class ElicitationApprovalHandler(AlwaysDenyHandler):
-    """Approval by the user who made a call, asked for by elicitation; an Executor takes it as its `approval_handler`.
-    A call is rejected where its user cannot be asked, as when it does not come through MCP. SRS FR-ANNOT-006."""
+    """Asks the user who made a call whether it may run, by elicitation: for the `approval_handler` of an Executor.
+
+    A call is rejected when its user refuses, declines or says nothing for ten minutes, and when its user cannot be
+    asked, as when it did not come through MCP. Source: FR-ANNOT-006."""
 
     _is_required = True
 
@@ -2622,8 +2625,8 @@ class ElicitationApprovalHandler(AlwaysDenyHandler):
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
-    """Approval where it is not required: a call whose user cannot be asked is let through, with a WARNING; never one of
-    apcore's own modules that change how the application runs, as its caller may be anybody."""
+    """Asks the user who made a call, and lets it through with a WARNING when its user cannot be asked. A call of one of
+    apcore's control modules is rejected then: it changes how the application runs, and its caller may be anybody."""
 
     _is_required = False
 
@@ -2772,7 +2775,7 @@ class _ArgumentWriter:
         self._put("}" if is_object else "]")
 
 
-# Who decides about the calls of a server, by its `approval=`; None for apcore.
+# Who decides about the calls of a server, by its `approval=`; None leaves it to apcore.
 _APPROVERS: dict[str, ApprovalHandler | None] = {
     "auto": _AskOrLetThrough(),
     "require": ElicitationApprovalHandler(),
@@ -2838,7 +2841,7 @@ class _ApprovalGate(BuiltinApprovalGate):
             handler = self._handler_of(call)
         gate = self._gate
         if handler is not None:
-            gate = copy.copy(gate)  # the handler is this call's, and the gate everybody's
+            gate = copy.copy(gate)  # for this call only: other calls and other servers share the gate
             gate.set_handler(_ArgumentsFirst(handler, ctx))
         started = time.time()
         try:
@@ -2848,7 +2851,7 @@ class _ApprovalGate(BuiltinApprovalGate):
                 ctx.context.global_deadline += time.time() - started
 
     def _handler_of(self, call: _Call) -> ApprovalHandler | None:
-        """Who decides by the `approval=` of the call's server; None for apcore."""
+        """Who decides by the `approval=` of the call's server; None leaves it to apcore."""
         approval = call.options.approval
         if not isinstance(approval, str):
             return approval
@@ -2875,6 +2878,7 @@ def _merge(base: JSONObject, chunk: JSONObject) -> None:
 
 
 def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
+    """What the SDK answers with a JSON-RPC error."""
     from mcp.shared.exceptions import MCPError
 
     return MCPError(code, message, data)
@@ -2898,22 +2902,25 @@ def _install_steps(strategy: ExecutionStrategy) -> None:
 
 
 class _ExecutionRouter:
-    """Send a `tools/call` through apcore's Executor and bring back a tool result, whatever happens on the way.
+    """Sends a `tools/call` through apcore's Executor and brings back a tool result, whatever happens on the way.
 
-    Nothing is raised but cancellation and JSON-RPC errors: for a retry whose state resumes no call, and a call that its
-    client has to be able to answer a question for (SRS FR-EXEC-007). A call that waits for its user is parked under 32
-    random bytes (which the SDK's RequestStateBoundary seals and binds to tool and arguments) until its client's retry.
-    It is resumed once, by who began it, so its module never runs twice; if it ends meanwhile, its result waits."""
+    It raises nothing but cancellation and JSON-RPC errors. Those are for a retry whose state resumes no call, for a
+    call that needs an answer which its client cannot give, and for one more than may be parked (FR-EXEC-007).
+
+    A call that waits for its user is parked until its client's retry, under a state of 32 random bytes, which the SDK's
+    `RequestStateBoundary` seals and binds to the tool and its arguments. Only the caller who began a call can resume
+    it, and only once, so its module never runs twice. If the call ends meanwhile, its result waits for the retry."""
 
     def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
         self._executor = options.executor
         self._options = options
-        self._parked: dict[str, Any] = {}  # calls, and which answer each waits for
+        self._parked: dict[str, tuple[_Call, asyncio.Future[Any]]] = {}  # by state, with the answer that each waits for
         self.running: set[_Call] = set()
         _install_steps(self._executor.current_strategy)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
+        """Answer a `tools/call`: one that begins, or a retry with the answers to what an earlier one asked."""
         caller = _caller(getattr(ctx.request, "scope", {}))
         if params.request_state is not None:
             return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
@@ -2932,21 +2939,22 @@ class _ExecutionRouter:
     async def _resume(
         self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
     ) -> JSONObject:
-        """Go on with a parked call: its result, or the next question."""
-        call, awaited = self._parked.get(state, (None, None))
-        if call is None or call.caller != caller:
+        """Go on with a parked call. Returns its result, or the next question."""
+        parked = self._parked.get(state)
+        if parked is None or parked[0].caller != caller:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self._parked[state]
+        call, answer = parked
         if not call.task.done():
             call.attach(ctx)
-        if call.key in responses and not awaited.done():  # or the module has given it up
-            awaited.set_result(responses[call.key])
+        if call.key in responses and not answer.done():  # it is done when the module no longer waits for it
+            answer.set_result(responses[call.key])
         elif not call.answer.done():
-            call.turn.set()
+            call.turn.set()  # with no answer to the question that is open, it is asked again
         return await self._reply(call)
 
     async def run(self, call: _Call) -> JSONObject:
-        """Begin a call; its result, or the question that it asks before."""
+        """Begin a call. Returns its result, or the question that it asks first."""
         context: Context[Any] = Context.create(
             identity=call.caller,
             trace_parent=TraceContext.extract(call.meta),  # the client's span, when it sent one (SEP-414)
@@ -2957,7 +2965,7 @@ class _ExecutionRouter:
         return await self._reply(call)
 
     async def _reply(self, call: _Call) -> JSONObject:
-        """The call's result, or the question that it asks before; who waits for it no more has cancelled the call."""
+        """Wait for a call's result, or the question that it asks first. To stop waiting for it is to cancel it."""
         try:
             await call.turn.wait()
         except asyncio.CancelledError:
@@ -2965,7 +2973,7 @@ class _ExecutionRouter:
             raise
         if call.task.done():
             result = call.task.result()
-            del call.task  # what the module left running keeps its call
+            del call.task  # which holds the result: tasks that the module left running hold on to the call
             return result
         waiting = [other for other, _ in self._parked.values() if not other.task.done()]
         size = call.size + sum(other.size for other in waiting)
@@ -2978,7 +2986,7 @@ class _ExecutionRouter:
         return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
 
     async def _execute(self, call: _Call, context: Context[Any]) -> JSONObject:
-        """Run the module to its end; the tool result, of whatever kind."""
+        """Run the module to its end. Returns a tool result, also for whatever it raises."""
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
         self.running.add(call)
@@ -2992,8 +3000,8 @@ class _ExecutionRouter:
             mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
             result = mapper.to_result(error)
             if call.parks and getattr(error, "reason", None) == _NOBODY:
-                required: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
-                raise _protocol_error(-32021, "Client did not declare form elicitation", required) from None
+                data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
+                raise _protocol_error(-32021, "Client did not declare form elicitation", data) from None
             return result
         finally:
             call.end()
@@ -3002,15 +3010,16 @@ class _ExecutionRouter:
             logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
     async def _run_module(self, call: _Call, context: Context[Any]) -> JSONObject:
+        """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
         tool = call.tool
-        is_suspect = self._options.validate_inputs or _unknown(tool, call.arguments)
-        # Whom the ACL refuses is told so by the Executor, and not what the tool would take.
-        if is_suspect and await self._catalog.offered([tool], call.caller):
-            faults = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
-            if faults:
-                raise SchemaValidationError(f"Input validation failed: {faults}", faults)
+        needs_check = self._options.validate_inputs or _unknown(tool, call.arguments)
+        # A caller whom the ACL refuses learns that from the Executor, and nothing about the arguments.
+        if needs_check and await self._catalog.offered([tool], call.caller):
+            errors = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
+            if errors:
+                raise SchemaValidationError(f"Input validation failed: {errors}", errors)
         is_streamed = tool.about.annotations.streaming and "progress_token" in call.meta
-        if is_streamed:  # the merged chunks, each sent as a progress notification (SRS FR-STREAM-001)
+        if is_streamed:  # the merged chunks, each sent as a progress notification (FR-STREAM-001)
             output: JSONObject = {}
             stream: Any = self._executor.stream(tool.module_id, call.arguments, context)
             async with aclosing(stream) as chunks:
