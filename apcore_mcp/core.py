@@ -2483,7 +2483,13 @@ class _ModuleStep(BaseStep):
 
     async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
         ctx.module = _ModuleView(module)
-        return await self._step.execute(ctx)
+        try:
+            return await self._step.execute(ctx)
+        except ModuleError:
+            raise
+        except Exception:  # a later apcore may do with a model what a view of one cannot
+            ctx.module = module
+            return await self._step.execute(ctx)
 
 
 class _ModuleLookup(_ModuleStep):
@@ -2507,6 +2513,10 @@ class _ModuleLookup(_ModuleStep):
             return await self._step.execute(ctx)
         try:
             return await self._lookup.execute(ctx)
+        except ModuleError:
+            raise
+        except Exception:  # as above
+            return await self._step.execute(ctx)
         finally:
             if isinstance(ctx.module, _ModuleView):
                 ctx.module = ctx.module.module

@@ -28,7 +28,7 @@ import httpx
 import mcp_types as types
 import pytest
 from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, SchemaValidationError
-from apcore.builtin_steps import BuiltinModuleLookup
+from apcore.builtin_steps import BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ModuleTimeoutError
 from apcore.pipeline import BaseStep, PipelineContext, StepResult
@@ -54,7 +54,7 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp_types import ElicitResult
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from support import (
     ENVIRONMENT,
     SCHEMA,
@@ -694,6 +694,25 @@ async def test_where_apcore_looks_modules_up_in_another_way_a_call_is_slower_and
         assert described.times <= times + 4
         await cancel(await start(client, "wait"))
         assert await asyncio.to_thread(released.wait, 10)
+
+
+@pytest.mark.parametrize("step", [BuiltinModuleLookup, BuiltinInputValidation, BuiltinOutputValidation])
+async def test_where_apcore_wants_the_model_itself_a_call_is_slower_and_right(
+    step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = step.execute
+
+    async def execute_on_the_class(self: Any, ctx: PipelineContext) -> StepResult:
+        result = await execute(self, ctx)
+        assert ctx.module is not None
+        TypeAdapter(ctx.module.input_schema)
+        return result
+
+    monkeypatch.setattr(step, "execute", execute_on_the_class)
+    async with connect({"echo": FunctionalModule(echo, input_schema=Account, output_schema=Account)}) as client:
+        assert success_text(await client.call_tool("echo", ACCOUNT))
+        refused = await client.call_tool("echo", {**ACCOUNT, "name": "A"})
+        assert text_of(refused).startswith("Input validation failed:\n- name: ")
 
 
 # ---- Trace context ----
