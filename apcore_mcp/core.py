@@ -2176,14 +2176,6 @@ def _are_titled(options: object) -> bool:
     return isinstance(options, list) and all(_are_texts([each.get("const"), each.get("title")]) for each in options)
 
 
-def _patterns(schema: JSONSchema) -> Iterator[str]:
-    """Each `pattern` in `schema`, at any depth."""
-    if "pattern" in schema:
-        yield schema["pattern"]
-    for inner in _branches(schema, _WITH_SCHEMAS):
-        yield from _patterns(inner)
-
-
 def _texts_of(pattern: str) -> TypeAdapter[str]:
     """What accepts the texts that have `pattern`, by pydantic's engine: the time it takes grows as the text does, while
     Python's `re`, which jsonschema asks, can take days for fifty characters. SchemaError for a pattern that the engine
@@ -2213,8 +2205,9 @@ def _form(requested_schema: JSONSchema | None) -> JSONSchema:
             raise ValueError("it says more than which properties there are")
         for name, field in form["properties"].items():
             _check_field(name, field)
-        for pattern in _patterns(form):
-            _texts_of(pattern)
+        for part in _subschemas(form):
+            if isinstance(part.get("pattern"), str):
+                _texts_of(part["pattern"])
     except Exception as error:
         raise ValueError(f"A question's schema is no flat object of simple types: {error}") from None
     return form
