@@ -45,7 +45,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -3393,7 +3393,9 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-_MESSAGE_MAX_BYTES = 4 * 1024 * 1024  # the body of one request, as the SDK allows
+_BODY_MAX_BYTES = 4 * 1024 * 1024  # of one request, as in the SDK
+
+_SESSION_IDLE_SECONDS = 1_800.0  # without a request, and a handshake client has to begin anew
 
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
@@ -3422,28 +3424,24 @@ class _Hosts:
     """Which hosts a request may name, by its Host header.
 
     A program may name an IP address, `localhost`, the host that the server listens on, or what a pattern of
-    `allowed_hosts` matches (as file names are matched: `*` is any text, and as a port any port or none). Where there
-    are no patterns and others than this machine can reach the server, it may name anything.
-
-    A web page may name the first three, or a name that `allowed_hosts` spells out. Whoever owns a domain can make it
-    resolve to this server while a page of it is open, and the browser then takes both for one site (DNS rebinding): so
-    a wildcard, also that of a single domain (`*.example.com`), never lets in a page. No address can be rebound."""
+    `allowed_hosts` matches, where `*` is any text and `:*` any port or none. Without patterns, it may name anything
+    where others than this machine can reach the server. A web page may name the first three, or a name that is spelt
+    out. Whoever owns a domain can make it resolve to this server while a page of it is open, and the browser then takes
+    both for one site (DNS rebinding): so no wildcard, not even `*.example.com`, lets in a page; but no address can be
+    rebound."""
 
     def __init__(self, options: _Options) -> None:
         allowed = [pattern.lower() for pattern in options.allowed_hosts or ()]
         self._is_open = not allowed and not _is_loopback(options.host)
         self._patterns = [f"{options.host.lower()}:*", *allowed]
 
-    def allow(self, host: str, *, is_page: bool) -> bool:
-        """Whether a request may name `host`, a Host header."""
-        host = host.lower()
+    def allow(self, host: str, is_page: bool) -> bool:
+        """Whether a request may name `host`, a Host header in lower case."""
         parts = _HOST.fullmatch(host)
         if parts is None:
             return False
         name = parts[1]
-        if name == "localhost" or _address(name):
-            return True
-        if self._is_open and not is_page:
+        if name == "localhost" or _address(name) or (self._is_open and not is_page):
             return True
         for pattern in self._patterns:
             named = name if pattern.endswith(":*") else host
@@ -3454,7 +3452,7 @@ class _Hosts:
 
 
 def _refuse(scope: Scope, status: int, reason: str) -> Response:
-    """The answer to a request that is not let in, which the log has as well."""
+    """The answer to a request that is not let in; the log has it, too."""
     from starlette.datastructures import Headers
     from starlette.responses import PlainTextResponse
 
@@ -3464,22 +3462,24 @@ def _refuse(scope: Scope, status: int, reason: str) -> Response:
     return PlainTextResponse(reason, status)
 
 
-def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts) -> ASGIApp:
-    """ASGI middleware before every route: whose requests are let in, and whether the server still takes any.
+def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts, *, is_page: bool = False) -> ASGIApp:
+    """ASGI middleware: refuse requests that `hosts` does not allow, and all of them once the server ends.
 
-    A request with an Origin is a web page's, which must come from the very host and port that it names. A POST must be
-    JSON, so that no form can make one."""
+    A request with an Origin comes from a web page, and that must be of the very host and port that the request names;
+    where `is_page`, all requests do, as browsers send no Origin with what a page loads from its own host. A POST must
+    be JSON, which no form of a page can send."""
     from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
 
     def refusal(scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         origins = {origin.lower() for origin in headers.getlist("origin")}
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not hosts.allow(host, is_page=bool(origins)):
-            return _refuse(scope, 421, _NOT_FOR_PAGES if origins else _NOT_FOR_PROGRAMS)
-        if not origins <= {f"http://{host.lower()}", f"https://{host.lower()}"}:
+        is_of_page = is_page or bool(origins)
+        if not hosts.allow(host, is_of_page):
+            return _refuse(scope, 421, _NOT_FOR_PAGES if is_of_page else _NOT_FOR_PROGRAMS)
+        if not origins <= {f"http://{host}", f"https://{host}"}:
             return _refuse(scope, 403, "Invalid Origin header: a web page must come from the host that it names")
         if scope["method"] == "POST" and media_type != "application/json":
             return _refuse(scope, 415, "Content-Type must be application/json")
@@ -3507,28 +3507,14 @@ def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts) -> ASGIApp:
     return guarded
 
 
-def _guarded_page(app: ASGIApp, hosts: _Hosts) -> ASGIApp:
-    """ASGI middleware before the Explorer: all that it serves is for a web page, though browsers send no Origin with
-    what they load from the page's own host."""
-    from starlette.datastructures import Headers
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http" and not hosts.allow(Headers(scope=scope).get("host", ""), is_page=True):
-            answer = _refuse(scope, 421, _NOT_FOR_PAGES)
-        await answer(scope, receive, send)
-
-    return guarded
-
-
 def _own_sessions(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware behind the user's own: a session belongs to the caller who opened it; to others there is none.
-    The SDK sees to that for users of its own kind, so every caller becomes one."""
+    """ASGI middleware behind the user's own: a session belongs to the caller who opened it, and to others it does not
+    exist. The SDK sees to that for users of its own class, so every caller becomes one."""
     from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
     from mcp.server.auth.provider import AccessToken
 
     async def owned(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(Exception):  # who cannot be read is nobody, and each call of his fails
+        with suppress(Exception):  # a caller that cannot be read owns nothing: each of its calls fails for that
             caller = _caller(scope)
             if caller is not None:
                 token = AccessToken(token="", client_id=caller.id, scopes=[])
@@ -3539,10 +3525,8 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
 
 
 def _without_resumption(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware: a client that wants to resume a stream gets a new one, as nothing of a stream is kept.
-
-    MCP leaves that to the server ("Resumability and Redelivery"). The SDK (2.3), which has no event store here, would
-    give no response at all to a request with a Last-Event-ID, which the HTTP server makes a 500."""
+    """ASGI middleware: a client that wants to resume a stream gets a new one, as MCP allows; nothing of one is kept.
+    Without an event store, the SDK (2.3) gives no response at all to a Last-Event-ID, which makes it a 500."""
 
     async def unresumed(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [header for header in scope.get("headers", ()) if header[0] != b"last-event-id"]
@@ -3552,7 +3536,7 @@ def _without_resumption(app: ASGIApp) -> ASGIApp:
 
 
 def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
-    """`/health`, and where asked for `/metrics` (SRS FR-HEALTH-001, F-021) and the Explorer."""
+    """The routes beside MCP's: `/health` (FR-HEALTH-001), and by option `/metrics` (F-021) and the Explorer."""
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Mount, Route, Router
 
@@ -3561,14 +3545,14 @@ def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
 
     async def health(request: Request) -> Response:
         count = len(bridge.catalog.tools)
-        facts = {
+        about = {
             "status": "ok",
             "module_count": count,
             "tools_count": count,
             "uptime_seconds": time.monotonic() - started,
             "version": options.version or __version__,
         }
-        return JSONResponse(facts)
+        return JSONResponse(about)
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
@@ -3577,7 +3561,8 @@ def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
     if options.metrics_collector:
         routes.append(Route("/metrics", metrics))
     if options.explorer:
-        routes.append(Mount(options.explorer_prefix, _guarded_page(Router(_explorer_routes(bridge)), hosts)))
+        explorer = Router(_explorer_routes(bridge))
+        routes.append(Mount(options.explorer_prefix, _guarded(explorer, bridge, hosts, is_page=True)))
     return routes
 
 
@@ -3585,7 +3570,7 @@ _SSE_SESSION = re.compile(r"[0-9a-f]{32}")  # the id of a session, as the SDK ma
 
 
 async def _http_app(bridge: _Bridge) -> Starlette:
-    """The app of one bridge: `/mcp`, or `/sse` and `/messages/`."""
+    """The ASGI app of one bridge: `/mcp`, or `/sse` and `/messages/`, and the routes beside these."""
     from anyio import CancelScope
     from mcp.server.sse import SseServerTransport
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
@@ -3596,16 +3581,20 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     from starlette.routing import Mount, Route
 
     options = bridge.options
-    idle = None if options.stateless else 1_800.0  # seconds of silence, and a handshake client has to begin anew
-    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, session_idle_timeout=idle)
+    sessions = StreamableHTTPSessionManager(
+        bridge.server,
+        stateless=options.stateless,
+        session_idle_timeout=None if options.stateless else _SESSION_IDLE_SECONDS,
+    )
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
 
         async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-            """One connection, whose stream is the answer to one GET."""
+            """Serve one connection: its stream is the answer to one GET."""
             async with transport.connect_sse(scope, receive, send) as streams:
-                with CancelScope() as connection:  # not of the stream itself: what has been answered is still sent
+                # The end of the server cancels the SDK's loop but not the stream, which still sends the last answers.
+                with CancelScope() as connection:
                     bridge.endless.add(connection)
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
@@ -3617,7 +3606,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
                 answer = _refuse(scope, 400, "Invalid session ID")
             await answer(scope, receive, send)
 
-        # Mounts, as a route itself would call a function for a response; and not alone, which WebSockets would reach.
+        # A Route would take these functions for ones that return a response, and a Mount alone would let WebSockets in.
         routes = [
             Route("/sse", Mount("", stream), methods=["GET"]),
             Route("/messages/", Mount("", receive_message), methods=["POST"]),
@@ -3625,7 +3614,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     hosts = _Hosts(options)
     routes += _own_routes(bridge, hosts)
     middleware = [
-        Middleware(RequestBodyLimitMiddleware, max_body_size=_MESSAGE_MAX_BYTES),
+        Middleware(RequestBodyLimitMiddleware, max_body_size=_BODY_MAX_BYTES),
         # Behind what reads the whole body: that may take its time, and the server end meanwhile.
         Middleware(_guarded, bridge=bridge, hosts=hosts),
         *(options.middleware or ()),
@@ -3636,29 +3625,35 @@ async def _http_app(bridge: _Bridge) -> Starlette:
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)
-    app.middleware_stack = app.build_middleware_stack()  # not with the first request, which would get the error
+    # Starlette does it at the first request; here, middleware that cannot be made keeps the server from starting.
+    app.middleware_stack = app.build_middleware_stack()
     return app
 
 
 @asynccontextmanager
 async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Answer on the options' host and port. Yields a task that ends only if the HTTP server does."""
+    """Serve HTTP on the options' host and port. Yields a task that only ends if the HTTP server does."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Leave the signals alone: uvicorn would take them over, and raise them again at its end."""
+            yield
 
     host, port = bridge.options.host, bridge.options.port
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms for a delayed ACK
     config = uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
-    http: Any = uvicorn.Server(config)
-    http.capture_signals = nullcontext  # or it would take over the signals and raise them again at the end
+    http = Server(config)
     serving = asyncio.create_task(http.serve([listener]))
     try:
         yield serving
     finally:
         http.should_exit = True
-        # Clients may read until the deadline; then they lose the rest, which ends whoever was sending it.
-        left = bridge.deadline - serving.get_loop().time()
-        await asyncio.wait({serving}, timeout=max(0.2, left))
+        # Clients may read until the deadline. Then their connections are dropped, which ends what still writes to them.
+        seconds_left = bridge.deadline - serving.get_loop().time()
+        await asyncio.wait({serving}, timeout=max(0.2, seconds_left))
         for connection in [*http.server_state.connections]:
             connection.transport.abort()
         await asyncio.wait({serving}, timeout=2)
@@ -3666,7 +3661,7 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 
 # ---- stdio: pipes, and who owns the standard streams ----
 
-_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, as a client may send thousands of calls before it reads one
+_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, before calls wait for the client: some send all calls first
 
 
 def _take_standard_streams() -> tuple[int, int]:
@@ -3687,14 +3682,12 @@ def _take_standard_streams() -> tuple[int, int]:
 class _StandardStreams:
     """The standard streams of this process, taken once and for good: the servers that it starts share them."""
 
-    def __init__(self) -> None:
-        self._duplicates: tuple[int, int] | None = None
+    duplicates: tuple[int, int] | None = None
 
     def take(self) -> tuple[int, int]:
-        """Take them now; on the command line that is before the first module is imported, which may print."""
-        if self._duplicates is None:
-            self._duplicates = _take_standard_streams()
-        return self._duplicates
+        if self.duplicates is None:
+            self.duplicates = _take_standard_streams()
+        return self.duplicates
 
 
 _STANDARD_STREAMS = _StandardStreams()
@@ -3733,12 +3726,12 @@ async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
 
 
 def _error_line(request_id: str | int | None, code: int, message: str) -> bytes:
-    """A JSON-RPC error as a line; in ASCII, as an id may hold half of a surrogate pair."""
+    """A JSON-RPC error as a line, in ASCII, as an id may hold half of a surrogate pair."""
     error = {"code": code, "message": message}
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode() + b"\n"
 
 
-def _refusal(line: bytes) -> bytes:
+def _answer_to_no_message(line: bytes) -> bytes:
     """The answer to a line that is no message, under the id of its request where one can be made out."""
     request_id = None
     code = -32700
@@ -3802,10 +3795,10 @@ async def _stdio_messages(
         try:
             message = jsonrpc_message_adapter.validate_json(line, by_name=False)
         except ValueError:
-            writer.write(_refusal(line))
+            writer.write(_answer_to_no_message(line))
             continue
         if isinstance(message, JSONRPCNotification) and "id" in from_json(line):  # a request whose id is no id
-            writer.write(_refusal(line))
+            writer.write(_answer_to_no_message(line))
         elif not isinstance(message, JSONRPCRequest):
             yield SessionMessage(message)
         elif bridge.deadline:
