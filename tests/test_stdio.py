@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -308,12 +307,10 @@ def test_a_thousand_calls_and_then_the_end_of_input_are_a_thousand_answers(bench
 
 
 def test_a_client_that_listens_is_told_of_the_end_of_its_input_at_once(bench: list[str]) -> None:
-    """Its request is acknowledged and ended, in whatever order it and the end are seen."""
+    """Its request is acknowledged and ended, in whatever order it and the end are seen: not after the time of grace."""
     listen = request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})
     for sent in ([listen], [call(n, "t.echo") for n in range(100)] + [listen]):
-        begun = time.monotonic()
-        answers, _ = converse(bench, b"".join(map(line, sent)))
-        assert time.monotonic() - begun < 4, "it was cut off after the time of grace"
+        answers, _ = converse([*bench, "300"], b"".join(map(line, sent)))
         by_id = {answer.get("id"): answer for answer in answers}
         assert by_id[None]["method"] == "notifications/subscriptions/acknowledged"
         assert "result" in by_id["listen"]
@@ -322,13 +319,11 @@ def test_a_client_that_listens_is_told_of_the_end_of_its_input_at_once(bench: li
 def test_a_call_that_its_client_has_cancelled_does_not_hold_up_the_end(
     bench: list[str], mode: str, tmp_path: Path
 ) -> None:
-    """No answer to it may be sent, so none is waited for."""
+    """No answer to it may be sent, so none is waited for, not even for the time of grace."""
     sent = pipelined(mode, [call(n, "t.gate", gate=str(tmp_path / "never")) for n in range(3)])
     for n in range(3):
         sent += line({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": n}})
-    begun = time.monotonic()
-    answers, _ = converse(bench, sent)
-    assert time.monotonic() - begun < 4, "it was waited for"
+    answers, _ = converse([*bench, "300"], sent)
     assert [answer["id"] for answer in answers if answer["id"] != "hello"] == []
 
 
