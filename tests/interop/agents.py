@@ -74,7 +74,9 @@ def _codex(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], l
 
 
 def _gemini_cli(home: Path, model: Model, url: str | None) -> tuple[dict[str, str], list[str]]:
-    server = {"httpUrl": url} if url else STARTED
+    # Version 0.61.0 passes no PYTHONPATH on to a server.
+    started = {"command": "env", "args": [f"PYTHONPATH={ROOT}", *SERVER]}
+    server = {"httpUrl": url} if url else started
     settings = {
         "mcpServers": {NAME: {**server, "trust": True}},
         "general": {"enableAutoUpdate": False},
