@@ -218,6 +218,10 @@ def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
         started = [sys.executable, *arguments, "--export", "client"]
         told = subprocess.run(started, capture_output=True, text=True, check=True, timeout=50).stdout
         assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
+    checks = re.findall(r"^(?:ExecStartPre=/\S+|RUN python) (.+ --check)$", RECIPES, re.MULTILINE)
+    assert len(checks) == 2
+    for line in {re.sub(r"/\S+", str(EXTENSIONS), check) for check in checks}:
+        subprocess.run([sys.executable, *line.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
 
 
 @pytest.fixture
