@@ -233,6 +233,7 @@ async def test_the_frame_of_a_tools_own_page_may_run_scripts_and_nothing_else() 
     assert {*policy.values()} == {"'none'", "'unsafe-inline'", "data:"}
     assert {name for name, value in policy.items() if value == "'unsafe-inline'"} == {"script-src", "style-src"}
     assert policy["default-src"] == "'none'"
+    assert frame.headers["connection-allowlist"] == "()", "which stops WebRTC, where it is known"
 
 
 async def test_no_answer_is_cached_sniffed_or_read_by_another_site() -> None:

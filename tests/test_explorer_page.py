@@ -6,6 +6,7 @@ One browser, one page and one server stand for the whole file: a test shows the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -25,9 +26,11 @@ from apcore.module import ModuleExample
 from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from support import INTEGER, STRING, gives
 
 from apcore_mcp import discover
@@ -1053,13 +1056,44 @@ def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
         server.shutdown()
 
 
-def closes_webrtc(page: Page) -> bool:
-    """Whether this Chromium knows the header `Connection-Allowlist`; no policy stops WebRTC."""
+class Older:
+    """ASGI middleware that keeps from a browser what older ones, and those of others, do not know."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["connection-allowlist"]
+            await send(message)
+
+        await self.app(scope, receive, without)
+
+
+Ready = Callable[[Registry], str]
+
+
+@pytest.fixture(params=[[], [Middleware(Older)]], ids=["this browser", "older browsers"])
+def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
+    """Serves a registry to a browser that knows, or does not know, the header `Connection-Allowlist`."""
+    with contextlib.ExitStack() as stack:
+        options = {"explorer": True, "allow_execute": True, "middleware": request.param}
+        yield lambda registry: stack.enter_context(serving(registry, **options))
+
+
+def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureRequest) -> None:
+    """No request to somebody else; and not even a connection where the browser can be told so."""
+    assert not [each for each in came if b"HTTP" in each]
     browser = page.context.browser
-    return browser is not None and int(browser.version.split(".")[0]) >= 156
+    knows_allowlists = browser is not None and int(browser.version.split(".")[0]) >= 156
+    if knows_allowlists and "older" not in request.node.name:
+        assert came == []
 
 
-def test_a_page_reaches_nothing_and_nobody(show: Show, url: str, somewhere_else: tuple[str, list[bytes]]) -> None:
+def test_a_page_reaches_nothing_and_nobody(
+    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
+) -> None:
     evil, came = somewhere_else
     runs: list[Any] = []
 
@@ -1067,8 +1101,11 @@ def test_a_page_reaches_nothing_and_nobody(show: Show, url: str, somewhere_else:
         runs.append(inputs)
         return {}
 
+    registry = registry_of()
+    url = ready(registry)
     html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
-    page = show(NOTHING, touch, metadata=overlay(html))
+    registry.register("t.one", FunctionalModule(touch, metadata=overlay(html)))
+    opened(page, url, "t.one")
     page.get_by_label("Authorization header").fill("Bearer s3cret")
     expect(run(page)).to_contain_text("{0}")
     told = own_page(page).locator("#told")
@@ -1077,32 +1114,32 @@ def test_a_page_reaches_nothing_and_nobody(show: Show, url: str, somewhere_else:
     assert reached == {"origin": "null", "element": "null", "window": "null"}
     assert page.url == f"{url}/explorer/#t.one"
     assert len(page.context.pages) == 1
-    if closes_webrtc(page):
-        assert came == []
+    check_nothing_came(came, page, request)
     assert runs == [{}]
-    (framed,) = [request for request in asked if request.url.endswith("/page")]
+    (framed,) = [each for each in asked if each.url.endswith("/page")]
     assert "authorization" not in framed.headers
 
 
 @pytest.mark.parametrize("place", ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.one", "javascript:top.x=1"])
 def test_a_page_can_send_its_frame_nowhere(
-    show: Show, url: str, somewhere_else: tuple[str, list[bytes]], place: str
+    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], place: str, request: pytest.FixtureRequest
 ) -> None:
     evil, came = somewhere_else
+    registry = registry_of()
+    url = ready(registry)
     place = place.replace("TARGET", url).replace("EVIL", evil)
     html = f"<script>addEventListener('click', () => {{ location = {place!r}; }})</script><p>Go"
-    page = show(NOTHING, metadata=overlay(html))
+    registry.register("t.one", FunctionalModule(echo, metadata=overlay(html)))
+    opened(page, url, "t.one")
     run(page)
     own_page(page).get_by_text("Go").click()
-    frame = page.locator("iframe").element_handle().content_frame()
-    assert frame is not None
     if "javascript" not in place:
-        frame.wait_for_url("chrome-error://**")
+        expect(own_page(page).get_by_text("Go")).to_have_count(0)
+        expect(own_page(page).get_by_text("Tool Explorer")).to_have_count(0)
     run(page)
     expect(own_page(page).get_by_text("Go")).to_be_visible()
     assert page.evaluate("window.x") is None
-    if closes_webrtc(page):
-        assert came == []
+    check_nothing_came(came, page, request)
 
 
 def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
