@@ -18,7 +18,6 @@ import base64
 import contextvars
 import copy
 import dataclasses
-import datetime
 import functools
 import hashlib
 import inspect
@@ -41,15 +40,13 @@ import sysconfig
 import threading
 import time
 import traceback
-import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
-from enum import Enum
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import ModuleType
 from typing import (
     TYPE_CHECKING,
@@ -117,7 +114,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
@@ -721,21 +718,30 @@ def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema
             yield from _branches(view, _OTHER_PROPERTIES)
 
 
-def _redact(value: Any, *marks: JSONSchema) -> Any:
+def _redact(value: Any, *marks: JSONSchema, hides_unknown: bool = False) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, from `_marks`, marks.
 
-    It only looks where there are marks. Not by `apcore.redact_sensitive`, which overlooks the values of maps
-    (`additionalProperties`) and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
+    With `hides_unknown`, a value is hidden too where `marks` mark something beside it and do not know it: a model may
+    take a secret under a name or in a form that its schema does not say. It only looks where there are marks. Not by
+    `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`) and by default blanks
+    innocent keys that contain a word: "author", "tokens_used"."""
     views = [view for view in _views(*marks) if view]
     if value is None or not views:
         return value
     if any("x-sensitive" in view for view in views):
         return REDACTED_VALUE
+
+    def redact_part(step: str | int, part: Any) -> Any:
+        part_marks = [*_inside(views, step)]
+        if hides_unknown and not part_marks:
+            return REDACTED_VALUE
+        return _redact(part, *part_marks, hides_unknown=hides_unknown)
+
     if isinstance(value, list):
-        return [_redact(item, *_inside(views, index)) for index, item in enumerate(value)]
+        return [redact_part(index, item) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {name: _redact(item, *_inside(views, name)) for name, item in value.items()}
-    return value
+        return {name: redact_part(name, item) for name, item in value.items()}
+    return REDACTED_VALUE if hides_unknown else value
 
 
 # ---- Tools: a module as clients see it: its names, what is said of it, its schemas; pure ----
@@ -2636,12 +2642,8 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
 
 # What a question shows at most. It says what it leaves out, and how much that is.
 _SHOWN_ARGUMENTS = 100
-_SHOWN_LEVELS = 32  # of objects and lists in each other
-_SHOWN_CHARACTERS = 5_000  # of an argument, whose last items are left out
-_SHOWN_TEXT_CHARACTERS = 500  # of a text, whose middle is left out
-# A module may call another with these. They have no other form in JSON than that of Python's `str()`.
-_SHOWN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, Decimal, PurePath, uuid.UUID)
-_HIDE: JSONSchema = {"x-sensitive": True}
+_SHOWN_CHARACTERS = 5_000  # of an argument, as JSON
+_SHOWN_TEXT_CHARACTERS = 500  # of a text in it
 
 
 def _approval_question(request: ApprovalRequest) -> str:
@@ -2656,19 +2658,31 @@ def _approval_question(request: ApprovalRequest) -> str:
         lines.append(_first_sentence(description))
     if request.annotations.destructive:
         lines.append("It is annotated as destructive: what it does may not be undone.")
+    schemas = [definition.input_schema]
     model: Any = getattr(module, "input_schema", None)
     is_model = isinstance(model, _Model)
-    schemas = [definition.input_schema]
-    if is_model:
-        schemas.append(_schema_by_name(model))
-    known = [name for schema in schemas for name in _properties(schema) if name in request.arguments]
-    names = [*dict.fromkeys([*known, *request.arguments])]
+    if is_model:  # apcore describes it by its aliases, and a caller may write the names of its fields
+        schemas.append(TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema))
+    arguments = json.loads(json.dumps(request.arguments, default=_argument_as_json))
+    shown = _redact(arguments, *map(_marks_or_all, schemas), hides_unknown=is_model)
+    if shown == REDACTED_VALUE:  # the schema as a whole is marked
+        shown = dict.fromkeys(arguments, shown)
+    known = [name for schema in schemas for name in _properties(schema) if name in shown]
+    names = [*dict.fromkeys([*known, *shown])]
     lines.append("Arguments:" if names else "Arguments: none")
-    writer = _ArgumentWriter([_marks_or_all(schema) for schema in schemas], is_model)
-    lines += [f"- {writer.line(name, request.arguments[name])}" for name in names[:_SHOWN_ARGUMENTS]]
+    for name in names[:_SHOWN_ARGUMENTS]:
+        label = name if name.isascii() and name.isidentifier() and len(name) <= 100 else _written(name)
+        lines.append(f"- {label}: {_shortened(_written(shown[name]), _SHOWN_CHARACTERS)}")
     if len(names) > _SHOWN_ARGUMENTS:
         lines.append(f"(arguments left out: {len(names) - _SHOWN_ARGUMENTS:,})")
     return "\n".join(lines)
+
+
+def _argument_as_json(value: object) -> Any:
+    """What a module calls another one with, in plain JSON types, without using up an iterator."""
+    if isinstance(value, Iterator):
+        return "(cannot be shown)"
+    return to_jsonable_python(value, bytes_mode="base64", fallback=str)
 
 
 def _first_sentence(text: str) -> str:
@@ -2677,105 +2691,34 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?]) (?=[^a-z])", paragraph, maxsplit=1)[0]
 
 
-def _schema_by_name(model: type[BaseModel]) -> JSONSchema:
-    """The schema of a model whose fields go by their names; apcore describes it by their aliases."""
-    return TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema)
-
-
 def _marks_or_all(schema: JSONSchema) -> JSONSchema:
-    """What `schema` marks; the whole of it when it marks something and its references cannot be written out."""
-    if not _marks_sensitive(schema):
-        return {}
+    """The marks of `schema`; of one that marks something and refers to itself, the whole is marked."""
     try:
-        return _marks(_SchemaConverter().inline(schema))
+        return _marks(_SchemaConverter().inline(schema)) if _marks_sensitive(schema) else {}
     except (ValueError, KeyError):
-        return _HIDE
+        return {"x-sensitive": True}
 
 
-def _quoted(text: str) -> str:
-    """A text as JSON, without its middle where it is long. Whatever cannot be seen, or moves what can, is escaped."""
-    if len(text) > _SHOWN_TEXT_CHARACTERS:
-        half = _SHOWN_TEXT_CHARACTERS // 2
-        return f"{_quoted(text[:half])} (characters left out: {len(text) - 2 * half:,}) {_quoted(text[-half:])}"
-    written = json.dumps(text, ensure_ascii=False)
-    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in written)
+def _written(value: Any) -> str:
+    """Plain JSON as JSON text for a person. Characters that cannot be seen, or move what can, are escaped, and a long
+    text is without its middle."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_written(name)}: {_written(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, str) and len(value) > _SHOWN_TEXT_CHARACTERS:
+        # Each half in quotes of its own, so that no text can say this of itself.
+        return _shortened(value, _SHOWN_TEXT_CHARACTERS, _written)
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
-class _ArgumentWriter:
-    """Write the arguments of a call for a person: each in a line, as JSON, without the values that are marked.
-
-    `marks` are what the schema of the module marks, in each form in which its arguments may be named. What stands in
-    parentheses is said by the writer, `(hidden)` for instance: JSON has none outside of texts, so no value can say it.
-    A pydantic model (`is_model`) may have names and forms for a marked value that its schema does not tell. So where it
-    marks anything, what its schema does not know is hidden, too. Nothing that is shown is used up, as iterators are."""
-
-    def __init__(self, marks: list[JSONSchema], is_model: bool) -> None:
-        self._marks = marks
-        self._is_model = is_model
-
-    def line(self, name: str, value: object) -> str:
-        """`path: "/etc/passwd"`; a name that is not a short word is quoted as well."""
-        self._parts: list[str] = []
-        self._left = _SHOWN_CHARACTERS
-        is_word = name.isascii() and name.isidentifier() and len(name) <= _SHOWN_TEXT_CHARACTERS
-        self._put(f"{name if is_word else _quoted(name)}: ")
-        self._write(value, self._inside([view for view in _views(*self._marks) if view], name), _SHOWN_LEVELS)
-        return "".join(self._parts)
-
-    def _put(self, text: str) -> None:
-        self._parts.append(text)
-        self._left -= len(text)
-
-    def _inside(self, views: list[JSONSchema], step: str | int) -> list[JSONSchema]:
-        """What is marked of one property or item of a value of which `views` mark something."""
-        if any("x-sensitive" in view for view in views):
-            return [_HIDE]
-        marks = [*_inside(views, step)]
-        return [_HIDE] if views and not marks and self._is_model else marks
-
-    def _write(self, value: object, marks: list[JSONSchema], levels: int) -> None:
-        if isinstance(value, Enum):
-            value = value.value
-        if isinstance(value, BaseModel):
-            marks = [*marks, _marks_or_all(_schema_by_name(type(value)))]
-            value = dict(value)
-        views = [view for view in _views(*marks) if view]
-        if value is None:
-            self._put("null")
-        elif any("x-sensitive" in view for view in views):
-            self._put("(hidden)")
-        elif isinstance(value, Mapping | list | tuple | set | frozenset):
-            self._write_container(value, views, levels)
-        elif views and self._is_model:  # a text, for instance, that the model takes apart
-            self._put("(hidden)")
-        elif isinstance(value, str):
-            self._put(_quoted(value))
-        elif isinstance(value, int | float):
-            self._put(json.dumps(value))
-        elif isinstance(value, bytes):
-            self._put(_quoted(base64.b64encode(value).decode()))
-        elif isinstance(value, _SHOWN_AS_TEXT):
-            self._put(_quoted(str(value)))
-        else:
-            self._put("(cannot be shown)")
-
-    def _write_container(self, value: Any, views: list[JSONSchema], levels: int) -> None:
-        if levels == 0:
-            self._put("(nested too deeply to be shown)")
-            return
-        is_object = isinstance(value, Mapping)
-        self._put("{" if is_object else "[")
-        for index, item in enumerate(value):
-            self._put(", " if index else "")
-            if self._left <= 0:
-                self._put(f"(items left out: {len(value) - index:,})")
-                break
-            if is_object:
-                self._put(f"{_quoted(str(item))}: ")
-                self._write(value[item], self._inside(views, str(item)), levels - 1)
-            else:
-                self._write(item, self._inside(views, index), levels - 1)
-        self._put("}" if is_object else "]")
+def _shortened(text: str, limit: int, write: Callable[[str], str] = str) -> str:
+    """`text` with its two ends as `write` writes them and, if it is longer than `limit`, without its middle."""
+    if len(text) <= limit:
+        return write(text)
+    half = limit // 2
+    return f"{write(text[:half])} (characters left out: {len(text) - 2 * half:,}) {write(text[-half:])}"
 
 
 # Who decides about the calls of a server, by its `approval=`; None leaves it to apcore.
