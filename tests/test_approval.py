@@ -696,7 +696,7 @@ async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> No
         '- at: "2026-01-02"',
         '- path: "/mnt"',
         '- price: "1.50"',
-        '- raw: "/w=="',
+        '- raw: "_w=="',
         '- some: ["a"]',
         '- by: {"1": []}',
         '- size: "large"',
