@@ -489,4 +489,4 @@ async def test_the_question_for_approval_hides_a_marked_argument_under_every_nam
         for name in names:
             await client.call_tool("t.a", {"user": "ann", name: "S3CR3T"})
     for name, question in zip(names, asked, strict=True):
-        assert f"{{'{name}': '{REDACTED}', 'user': 'ann'}}" in question.message
+        assert question.message.endswith(f'Arguments:\n- user: "ann"\n- {name}: (hidden)')
