@@ -1094,7 +1094,7 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
         for error in _ArgumentsValidator(tool.input_schema).iter_errors(arguments):
             yield from _leaves(error)
         return
-    for name in _unknown(tool, arguments):
+    for name in _unknown_arguments(tool, arguments):
         yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
@@ -1102,7 +1102,7 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
         yield from map(_fault_of, error.errors())
 
 
-def _unknown(tool: _Tool, arguments: JSONObject) -> list[str]:
+def _unknown_arguments(tool: _Tool, arguments: JSONObject) -> list[str]:
     """The arguments that a function does not take. apcore would pass them on, and Python raise a TypeError."""
     return [name for name in arguments if tool.is_closed and name not in tool.input_schema["properties"]]
 
@@ -2958,7 +2958,7 @@ class _ExecutionRouter:
     async def _run_module(self, call: _Call, context: Context[Any]) -> JSONObject:
         """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
         tool = call.tool
-        needs_check = self._options.validate_inputs or _unknown(tool, call.arguments)
+        needs_check = self._options.validate_inputs or _unknown_arguments(tool, call.arguments)
         # A caller whom the ACL refuses learns that from the Executor, and nothing about the arguments.
         if needs_check and await self._catalog.offered([tool], call.caller):
             errors = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
