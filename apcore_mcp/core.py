@@ -2678,25 +2678,28 @@ def _approval_question(request: ApprovalRequest) -> str:
     return "\n".join(lines)
 
 
-def _argument_as_json(value: object) -> Any:
-    """What a module calls another one with, in plain JSON types, without using up an iterator."""
-    if isinstance(value, Iterator):
-        return "(cannot be shown)"
-    return to_jsonable_python(value, bytes_mode="base64", fallback=str)
-
-
-def _first_sentence(text: str) -> str:
-    """The first sentence of `text`, in one line. An abbreviation before a small letter, as "e.g.", does not end it."""
-    paragraph = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.!?]) (?=[^a-z])", paragraph, maxsplit=1)[0]
-
-
 def _marks_or_all(schema: JSONSchema) -> JSONSchema:
     """The marks of `schema`; of one that marks something and refers to itself, the whole is marked."""
     try:
         return _marks(_SchemaConverter().inline(schema)) if _marks_sensitive(schema) else {}
     except (ValueError, KeyError):
         return {"x-sensitive": True}
+
+
+def _argument_as_json(value: object) -> Any:
+    """What a module calls another one with, in plain JSON types, without using up an iterator."""
+    if isinstance(value, Iterator):
+        return "(cannot be shown)"
+    plain = to_jsonable_python(value, bytes_mode="base64", fallback=str)
+    if isinstance(value, BaseModel):
+        return _redact(plain, _marks_or_all(type(value).model_json_schema(mode="serialization")))
+    return plain
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of `text`, in one line. An abbreviation before a small letter, as "e.g.", does not end it."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[^a-z])", paragraph, maxsplit=1)[0]
 
 
 def _written(value: Any) -> str:
