@@ -109,6 +109,8 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -2144,48 +2146,9 @@ def _label(name: str, caller: Identity | None) -> str:
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
 
 
-_FORM_TYPES: dict[str, Any] = {  # of a form's fields, and in Python that of their defaults
-    "string": str,
-    "integer": float,
-    "number": float,
-    "boolean": bool,
-    "array": list[str],
-}
-_FORM_FORMATS = frozenset(("date", "date-time", "email", "uri"))
-
-
-def _check_field(name: str, field: JSONSchema) -> None:
-    """ValueError for what a form has no field of: it may be a text, one of several, a number, yes or no, and some of
-    several texts, as MCP lists them (2025-11-25, `PrimitiveSchemaDefinition`)."""
-    kind = field.get("type")
-    if not isinstance(kind, str) or kind not in _FORM_TYPES:
-        raise ValueError(f"{name} must have one of the types {', '.join(_FORM_TYPES)}")
-    if field.get("default") is not None:
-        TypeAdapter[Any](_FORM_TYPES[kind]).validate_python(field["default"])
-    if kind == "string" and "format" in field:
-        is_choice = _are_texts(field.get("enum")) or _are_titled(field.get("oneOf"))
-        if not is_choice and field["format"] not in _FORM_FORMATS:
-            raise ValueError(f"{name} must have one of the formats {', '.join(sorted(_FORM_FORMATS))}, or none")
-    if kind == "array":
-        items = field.get("items", {})
-        is_choice = items.get("type") == "string" and _are_texts(items.get("enum"))
-        if not is_choice and not _are_titled(items.get("anyOf")):
-            raise ValueError(f"{name} must list the texts to choose from")
-
-
-def _are_texts(values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _are_titled(options: object) -> bool:
-    """Whether these are texts to choose from, each with a title."""
-    return isinstance(options, list) and all(_are_texts([each.get("const"), each.get("title")]) for each in options)
-
-
 def _texts_of(pattern: str) -> TypeAdapter[str]:
-    """What accepts the texts that have `pattern`, by pydantic's engine: the time it takes grows as the text does, while
-    Python's `re`, which jsonschema asks, can take days for fifty characters. SchemaError for a pattern that the engine
-    does not know: it looks neither ahead nor back."""
+    """What accepts the texts that match `pattern`, by pydantic's engine: Python's `re`, which jsonschema asks, can take
+    days for fifty characters. SchemaError for a pattern that the engine does not know: it does not look around."""
     return TypeAdapter(Annotated[str, Field(pattern=pattern)])
 
 
@@ -2204,13 +2167,17 @@ _AnswerValidator: Any = cast(Any, extend)(Draft202012Validator, {"pattern": _che
 def _form(requested_schema: JSONSchema | None) -> JSONSchema:
     """The schema that a client is sent with a question: self-contained, an object of fields of a simple type each.
 
-    ValueError for what is none, and for a pattern that an answer could not be held against."""
+    ValueError for any other, and for a pattern that an answer could not be held against."""
+    from mcp.server.elicitation import render_elicitation_schema
+
     try:
         form = _input_schema(_plain({"properties": {}, **(requested_schema or {})}))
         if _branches(form, [*_BESIDE, "patternProperties"]):
             raise ValueError("it says more than which properties there are")
-        for name, field in form["properties"].items():
-            _check_field(name, field)
+        fields: dict[str, Any] = {}
+        for number, (name, field) in enumerate(form["properties"].items()):
+            fields[f"field_{number}"] = (Annotated[Any, Field(alias=name), WithJsonSchema(field)], ...)
+        render_elicitation_schema(create_model("Form", **fields))  # the SDK's check of fields takes a model
         for part in _subschemas(form):
             if isinstance(part.get("pattern"), str):
                 _texts_of(part["pattern"])
