@@ -1552,7 +1552,7 @@ class _Files:
 
     def _module_classes(self, path: str, classes: Iterable[type], entry_point: str) -> list[type]:
         """The class that is a file's module, if any: the one that `entry_point` names, or the first that can be one.
-        What else looks like a module, and is none that others are made with, is left out by name."""
+        What else looks like a module, and is not only there to make modules with, is left out by name."""
         candidates = [cls for cls in classes if _looks_like_module(cls)]
         candidates = [cls for cls in candidates if not _is_helper(cls, candidates)]
         if entry_point:
@@ -1611,7 +1611,7 @@ def _walk(path: str, root: str, folders: tuple[str, ...]) -> Iterator[tuple[str,
     try:
         status = os.stat(path)
         is_folder = stat.S_ISDIR(status.st_mode)
-        if (is_folder or is_module_file) and not Path(real_path).is_relative_to(root):
+        if is_link and (is_folder or is_module_file) and not Path(real_path).is_relative_to(root):
             yield path, f"is a link out of the extensions directory, to {real_path}"
         elif is_folder and real_path in folders:
             yield path, f"is a link back to {real_path}, which it is in"
@@ -1822,7 +1822,7 @@ class _ToolCatalog:
             alias = tool.about.alias
             if _ALIAS.fullmatch(alias) and by_name.setdefault(_portable_name(alias), tool) is tool:
                 tool.name = alias
-            elif tool.name != tool.module_id:  # else this was found, and warned of, the last time
+            elif tool.name != tool.module_id:  # or this has been warned of the last time
                 tool.name = tool.module_id
                 text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
                 logger.warning(text, tool.module_id, alias)
