@@ -22,7 +22,7 @@ STARTED: dict[str, Any] = {"command": SERVER[0], "args": SERVER[1:], "env": {"PY
 CALLS: list[Call] = [
     ("workdays", {"start": "2026-01-01", "end": "2026-01-12"}),
     ("convert", {"value": 1, "source": "m", "target": "kg"}),
-    ("image", {"values": [1, 2]}),
+    ("picture", {"values": [1, 2]}),
     ("book_room", {"day": "2026-12-01", "people": 6}),
     ("empty", {"dry_run": False}),
 ]

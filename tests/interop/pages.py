@@ -42,6 +42,7 @@ from apcore.decorator import module
 def page(size: float) -> dict[str, float]:
     return {"twice": 2 * size}
 """
+NOTE_THE_END = "addEventListener('message', ({ data }) => { if (data.id === 'teardown') window.end = data; })"
 
 
 def bundled(script: str) -> str:
@@ -101,14 +102,14 @@ def in_the_explorer(browser: Any) -> list[str]:
             page = browser.new_page()
             page.goto(url.replace("/mcp", "/explorer/#t.page"))
             page.get_by_label("size number").fill("2.5")
-            page.evaluate("addEventListener('message', ({ data }) => { window.last = data; })")
+            page.evaluate(NOTE_THE_END)
             page.get_by_role("button", name="Run", exact=True).click()
             text = page.frame_locator("iframe").get_by_text('"call":')
             text.wait_for()
             seen = json.loads(text.inner_text())
             height = page.locator("iframe").evaluate("frame => frame.style.height")
             page.get_by_role("button", name="Run", exact=True).click()
-            page.wait_for_function("() => last.id === 'teardown' && 'result' in last")
+            page.wait_for_function("() => 'end' in window && 'result' in window.end")
     return [
         yes((seen["host"], seen["tool"], seen["mode"]) == ("Tool Explorer", "t.page", "inline"), seen),
         yes((seen["arguments"], seen["result"]) == ({"size": 2.5}, {"twice": 5}), seen),

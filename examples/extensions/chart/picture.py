@@ -12,7 +12,7 @@ PAPER, GRID, BAR, BELOW = b"\xff\xff\xff", b"\xe2\xe8\xf0", b"\x25\x63\xeb", b"\
 LINES = 4  # of the grid
 
 
-class ImageInput(BaseModel):
+class PictureInput(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     values: list[float] = Field(min_length=1, max_length=64, description="One bar each, from left to right.")
@@ -20,7 +20,7 @@ class ImageInput(BaseModel):
     height: int = Field(default=240, ge=64, le=1080, description="Height of the image in pixels.")
 
 
-class ImageOutput(BaseModel):
+class PictureOutput(BaseModel):
     chart: str = Field(
         description="The chart. Clients that can show images show it.",
         json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"},
@@ -40,13 +40,13 @@ def png(rows: list[bytes]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-class Image:
-    name = "Bar chart as an image"
+class Picture:
+    name = "Bar chart as a picture"
     description = "Draw numbers as a bar chart, blue above zero and red below, and return it as a PNG image."
     tags = ["chart", "image"]
     annotations = ModuleAnnotations(readonly=True, idempotent=True, open_world=False)
-    input_schema = ImageInput
-    output_schema = ImageOutput
+    input_schema = PictureInput
+    output_schema = PictureOutput
     examples = [
         ModuleExample(
             title="A week with one bad day",
@@ -56,7 +56,7 @@ class Image:
     ]
 
     def execute(self, inputs: dict[str, Any], context: Context[Any]) -> dict[str, Any]:
-        args = ImageInput.model_validate(inputs)
+        args = PictureInput.model_validate(inputs)
         bottom, top = min(0.0, *args.values), max(0.0, *args.values)
         scale = (args.height - 1) / ((top - bottom) or 1)
         zero = round(top * scale)  # rows are counted from the top
@@ -73,4 +73,4 @@ class Image:
                 if min(end, zero) <= y <= max(end, zero) and end != zero:
                     row[3 * left : 3 * right] = (BAR if end < zero else BELOW) * (right - left)
             rows.append(bytes(row))
-        return ImageOutput(chart=base64.b64encode(png(rows)).decode(), bottom=bottom, top=top).model_dump()
+        return PictureOutput(chart=base64.b64encode(png(rows)).decode(), bottom=bottom, top=top).model_dump()
