@@ -443,7 +443,7 @@ def _subschemas(schema: Any) -> Iterator[JSONSchema]:
     visited = set()
     while pending:
         part = pending.pop()
-        if isinstance(part, list):
+        if isinstance(part, list | tuple):
             pending += part
         elif isinstance(part, dict) and id(part) not in visited:
             visited.add(id(part))
@@ -520,8 +520,8 @@ class _SchemaConverter:
             return {} if node else {"not": {}}
         self._count(1, len(opened))
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        if self._is_model and isinstance(result.get("pattern"), str):
-            result = _with_readable_pattern(result)
+        if self._is_model and ("pattern" in result or "patternProperties" in result):
+            result = _with_readable_patterns(result)
         _NODE.validate_python(result, strict=True)
         result = _map_subschemas(result, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
@@ -567,17 +567,29 @@ class _SchemaConverter:
             raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
 
 
-def _with_readable_pattern(schema: JSONSchema) -> JSONSchema:
+def _with_readable_patterns(schema: JSONSchema) -> JSONSchema:
     r"""Move a pattern that only pydantic's engine knows into the description, where clients can read it:
-    `{"pattern": r"^\p{L}+$"}` becomes `{"description": r"(pattern: ^\p{L}+$)"}`."""
+    `{"pattern": r"^\p{L}+$"}` becomes `{"description": r"(pattern: ^\p{L}+$)"}`. The same for a pattern of names: what
+    it says of their values then stands under `additionalProperties`."""
+    readable = {**schema}
+    notes = [schema.get("description", "")]
+    if not _is_regex(schema.get("pattern", "")):
+        notes.append(f"(pattern: {readable.pop('pattern')})")
+    names = [*schema.get("patternProperties", ())]
+    if len(names) == 1 and not _is_regex(names[0]):  # pydantic writes one, for the keys of a dict
+        notes.append(f"(names: {names[0]})")
+        readable["additionalProperties"] = readable.pop("patternProperties")[names[0]]
+    if len(notes) > 1:
+        readable["description"] = " ".join(notes).lstrip()
+    return readable
+
+
+def _is_regex(pattern: str) -> bool:
     try:
-        re.compile(schema["pattern"])
+        re.compile(pattern)
     except re.error:
-        readable = {**schema}
-        note = f"(pattern: {readable.pop('pattern')})"
-        readable["description"] = f"{schema.get('description', '')} {note}".lstrip()
-        return readable
-    return schema
+        return False
+    return True
 
 
 def _admits_object(schema: JSONSchema) -> bool:
@@ -587,17 +599,22 @@ def _admits_object(schema: JSONSchema) -> bool:
     return is_open and "object" in (_types(schema) or ["object"])
 
 
-def _core_schemas(part: Any) -> Iterator[Any]:
-    """Every schema of pydantic-core's in `part` of one."""
-    if isinstance(part, dict):
-        if isinstance(part.get("type"), str):  # not a map of fields, which may have any name
-            yield part
-        for key, value in part.items():
-            if key not in ("default", "expected", "members", "metadata"):  # hold data
-                yield from _core_schemas(value)
-    elif isinstance(part, list | tuple):
-        for item in part:
-            yield from _core_schemas(item)
+_CORE_VALUES = frozenset("default expected members metadata".split())  # of pydantic-core's schemas, hold data
+_PYDANTIC = ("pydantic", "pydantic_core", "pydantic_extra_types")
+
+
+def _core_schemas(core_schema: Any) -> Iterator[JSONObject]:
+    """`core_schema`, one of pydantic-core's, and every schema in it."""
+    pending = [core_schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list | tuple):
+            pending += part
+        elif isinstance(part, dict):
+            is_schema = isinstance(part.get("type"), str)  # else a map of fields, which may have any names
+            if is_schema:
+                yield part
+            pending += [value for key, value in part.items() if not is_schema or key not in _CORE_VALUES]
 
 
 def _rewrites(core: JSONObject) -> bool:
@@ -615,7 +632,7 @@ def _rewrites(core: JSONObject) -> bool:
     if isinstance(function, dict):
         function = function["function"]
     # Pydantic's own functions keep to the types that they are for.
-    return not getattr(function, "__module__", "").startswith("pydantic")
+    return str(getattr(function, "__module__", "")).partition(".")[0] not in _PYDANTIC
 
 
 class _AnySchema(GenerateJsonSchema):
@@ -625,15 +642,20 @@ class _AnySchema(GenerateJsonSchema):
         return {}
 
 
+def _is_pydantic(declared: Any) -> bool:
+    """Whether pydantic describes and checks what is `declared`: a model, or the `dict[str, ...]` of a function."""
+    return isinstance(declared, _Model) or get_origin(declared) is dict
+
+
 def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
     """The schemas of each form in which a module's output may be sent, or its values be written in Python.
 
     Dict schemas and most models have one, as apcore `described` it. A model with aliases, computed or excluded fields
     or serializers, and a `dict[str, ...]` that a function has `declared`, have four: as validated and as serialised,
     by alias and by name."""
-    is_model = isinstance(declared, _Model)
-    if not is_model and get_origin(declared) is not dict:
+    if not _is_pydantic(declared):
         return [described]
+    is_model = isinstance(declared, _Model)
     adapter = TypeAdapter[Any](declared, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
     core_schema = {**adapter.core_schema}  # a copy, as only looking into it builds one that pydantic has deferred
     if is_model and not any(map(_rewrites, _core_schemas(core_schema))):
@@ -850,7 +872,7 @@ class _Tool:
         if self.is_closed:
             inputs["additionalProperties"] = False
         declared = _declared_output(module)
-        outputs = self._outputs(_forms(declared, descriptor.output_schema))
+        outputs = self._outputs(_forms(declared, descriptor.output_schema), _is_pydantic(declared))
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # to redact results by
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": inputs}
@@ -866,10 +888,10 @@ class _Tool:
         self.output_schema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.resources = self._resources()
 
-    def _outputs(self, forms: list[JSONSchema]) -> list[JSONSchema]:
+    def _outputs(self, forms: list[JSONSchema], is_model: bool) -> list[JSONSchema]:
         """What is known of results in each of their `forms`; nothing where one refers to itself (SRS FR-SCHEMA-005)."""
         try:
-            return [_SchemaConverter().inline(form) for form in forms]
+            return [_SchemaConverter(is_model).inline(form) for form in forms]
         except _Unconvertible as error:
             if any(map(_marks_sensitive, forms)):
                 raise
@@ -2647,8 +2669,8 @@ def _approval_question(request: ApprovalRequest) -> str:
 
 def _marks_or_all(schema: JSONSchema) -> JSONSchema:
     """The marks of `schema`; of one that marks something and refers to itself, the whole is marked."""
-    try:
-        return _marks(_SchemaConverter().inline(schema)) if _marks_sensitive(schema) else {}
+    try:  # as a model's: a pattern that Python cannot compile hides nothing
+        return _marks(_SchemaConverter(is_model=True).inline(schema)) if _marks_sensitive(schema) else {}
     except (ValueError, KeyError):
         return {"x-sensitive": True}
 

@@ -11,7 +11,7 @@ import datetime
 import json
 import logging
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from conftest import FunctionalModule, connect, echo, registry_of
@@ -273,6 +273,21 @@ async def test_a_pattern_that_only_pydantic_reads_is_described_and_checked_by_py
         assert not (await client.call_tool("a.greeting", {"name": "Żółć"})).is_error
         refused = failure(await client.call_tool("a.greeting", {"name": "R2-D2"}))
         assert refused["error_message"].startswith("Input validation failed:\n- name: ")
+
+
+async def test_a_pattern_of_names_that_only_pydantic_reads_is_described_and_checked_by_pydantic() -> None:
+    class Counts(BaseModel):
+        of: dict[Annotated[str, Field(pattern=r"^\p{L}+$")], int] = Field(description="By word.")
+        plain: dict[Annotated[str, Field(pattern="^[a-z]+$")], int] = {}
+
+    async with connect({"a.count": FunctionalModule(echo, input_schema=Counts)}, validate_inputs=True) as client:
+        (tool,) = (await client.list_tools()).tools
+        words, plain = (tool.input_schema["properties"][key] for key in ("of", "plain"))
+        assert (words["additionalProperties"], words["description"]) == (INTEGER, r"By word. (names: ^\p{L}+$)")
+        assert "patternProperties" not in words
+        assert plain["patternProperties"] == {"^[a-z]+$": INTEGER}
+        assert not (await client.call_tool("a.count", {"of": {"słowo": 1}})).is_error
+        failure(await client.call_tool("a.count", {"of": {"R2-D2": 1}}))
 
 
 def test_a_dict_schema_with_a_pattern_that_python_cannot_compile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -488,6 +488,11 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "some_names": (PATTERN, dict.fromkeys(NAMES, 918273645), REDACTED),
     "beside_a_pattern": ({**of(p=SECRET), "patternProperties": {"^x": {}}}, {"p": 1, "x": 2}, {"p": REDACTED, "x": 2}),
     "nothing": (of(p=sensitive(type=["string", "null"])), {"p": None}, {"p": None}),
+    "definition_elsewhere": (
+        {**of(pin={"$ref": "#/components/Pin"}), "components": {"Pin": SECRET_NUMBER}},
+        {"pin": 918273645},
+        {"pin": REDACTED},
+    ),
     "the_whole": ({"type": "object", **SECRET}, {"p": 918273645}, REDACTED),
     "the_whole_of_a_variant": ({"anyOf": [{"type": "object", **SECRET}, of(p=INTEGER)]}, {"p": 918273645}, REDACTED),
 }
@@ -517,6 +522,56 @@ async def test_sensitive_output_is_redacted_wherever_it_stands(
     async with client_of(accounts[False]) as client:
         result = await client.call_tool(f"of.{name}", {})
     assert parsed(success_text(result)) == result.structured_content == json.loads(json.dumps(output, default=str))
+
+
+MARK = {"x-sensitive": True}
+UNMARKED: dict[str, dict[str, Any]] = {
+    "default": of(p={"default": MARK}),
+    "choices": of(p={"anyOf": [{"enum": [MARK, 1]}, {"const": MARK}], "examples": [MARK]}),
+    "name": of(**MARK),  # a property of this name, with any value
+    "false": of(p={"x-sensitive": False}),
+}
+
+
+async def test_a_mark_in_data_or_in_a_name_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    modules: dict[str, Any] = {}
+    for name, schema in UNMARKED.items():
+        modules[f"gives.{name}"] = gives({"p": 1}, output_schema=schema)
+        modules[f"fails.{name}"] = FunctionalModule(fail, input_schema=schema, output_schema=schema)
+    async with connect(modules) as client:
+        for name in UNMARKED:
+            assert (await client.call_tool(f"gives.{name}", {})).structured_content == {"p": 1}, name
+            failure(await client.call_tool(f"fails.{name}", {}))
+    assert [TOKEN in record.getMessage() for record in errors_logged(caplog)] == [True] * len(UNMARKED)
+
+
+ELSEWHERE = {"components": {"Node": of(again={"$ref": "#/components/Node"}, token=SECRET)}}
+ODD_MARKS: dict[str, Any] = {
+    "behind_a_reference": {**of(a={"$ref": "#/components/Node"}), **ELSEWHERE},
+    "in_a_list_of_properties": {**of(a={"$ref": "#"}), "properties": [SECRET]},
+    "in_a_mistyped_keyword": {**of(a={"$ref": "#"}), "propertys": {"p": SECRET}},
+}
+
+
+@pytest.mark.parametrize("name", ODD_MARKS)
+async def test_a_mark_that_cannot_be_followed_leaves_its_module_out(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an output schema it would be served with what the mark was to hide."""
+    modules = {"t.odd": gives({"token": TOKEN}, output_schema=ODD_MARKS[name]), "t.other": echo}
+    async with connect(modules, redact_output=True) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["t.other"]
+    assert "Module t.odd is left out" in caplog.text
+
+
+async def test_what_a_module_fails_with_is_withheld_where_its_marks_stand_in_odd_places(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schema = {**of(token={"$ref": "#/components/Token"}), "components": {"Token": SECRET}}
+    async with connect({"t.odd": FunctionalModule(fail, input_schema=schema)}) as client:
+        failure(await client.call_tool("t.odd", {}))
+    assert len(errors_logged(caplog)) == 1
+    assert SECRET_TEXT not in everything_logged(caplog)
 
 
 async def test_what_is_hidden_is_not_promised(accounts: dict[bool, str]) -> None:

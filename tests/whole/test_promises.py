@@ -192,6 +192,8 @@ ZOO: dict[str, tuple[Any, Any]] = {
     "bounded": (Annotated[int, Field(gt=0, lt=5, multiple_of=2)], 2),
     "named-bytes": (dict[str, bytes], {"a": b"\xff"}),
     "made-by-a-function": (Annotated[int, PlainValidator(int)], 1),
+    "pydantic's-own-pattern": (Annotated[str, Field(pattern=r"^\p{L}+$")], "é"),
+    "pydantic's-own-pattern-of-names": (dict[Annotated[str, Field(pattern=r"^\p{L}+$")], int], {"é": 1}),
 }
 """A return type, and a value of it."""
 
@@ -344,8 +346,25 @@ class Told(BaseModel):
     serialization_exclude: list[int] = []
 
 
+def spelled_elsewhere(value):  # type: ignore[no-untyped-def]
+    return {"spelled": value}
+
+
+spelled_elsewhere.__module__ = "pydantic_models"  # a user's own
+Spelled = Annotated[int, PlainSerializer(spelled)]
+
+
+class NamedLikeData(BaseModel):
+    """Names under which pydantic-core's schemas hold data."""
+
+    metadata: Spelled
+
+
 NOT_ORDINARY = [Aliased, ClosedAndComputed, Hiding, Serialized, Coerced, Parsed, InSeconds, dict[str, Told]]
 NOT_ORDINARY.append(create_model("Outer", inner=(list[Aliased], ...)))
+NOT_ORDINARY += [create_model("Data", **{name: (Spelled, ...)}) for name in ("default", "members", "expected", "type")]
+NOT_ORDINARY += [NamedLikeData, create_model("Own", field=(Annotated[int, PlainSerializer(spelled_elsewhere)], ...))]
+NOT_ORDINARY.append(create_model("Builtin", field=(Annotated[int, BeforeValidator({"one": 1}.get)], ...)))
 
 
 async def test_the_whole_of_an_ordinary_model_is_promised_and_of_others_an_object() -> None:
@@ -489,4 +508,4 @@ async def test_the_question_for_approval_hides_a_marked_argument_under_every_nam
         for name in names:
             await client.call_tool("t.a", {"user": "ann", name: "S3CR3T"})
     for name, question in zip(names, asked, strict=True):
-        assert question.message.endswith(f'Arguments:\n- user: "ann"\n- {name}: (hidden)')
+        assert question.message.endswith(f'Arguments:\n- user: "ann"\n- {name}: "{REDACTED}"')
