@@ -40,7 +40,9 @@ import sysconfig
 import threading
 import time
 import traceback
+import unicodedata
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -225,6 +227,7 @@ class _Options:
     tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
+    search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
     allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+")
     metrics_collector: Any = None
@@ -915,9 +918,13 @@ class _Tool:
     def _resource(self, uri: str, media_type: str) -> JSONObject:
         return {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": media_type}
 
+    def name_as(self, names: str) -> str:
+        """The tool's name in MCP, with `names` as the option `tool_names`."""
+        return _portable_name(self.name) if names == "portable" else self.name
+
     def definition(self, names: str) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011), with `names` as the option `tool_names`."""
-        return {"name": _portable_name(self.name) if names == "portable" else self.name, **self._definition}
+        return {"name": self.name_as(names), **self._definition}
 
 
 def _media(*schemas: JSONSchema) -> dict[str, str]:
@@ -1074,6 +1081,11 @@ def _failure(text: str, code: str, **report: Any) -> JSONObject:
     It has no `structuredContent`: the TypeScript client would validate that against the output schema."""
     meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
     return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
+
+
+def _label(name: str, caller: Identity | None) -> str:
+    """How lines of the log name a call: `image.resize (caller: ann)`, without the bracket for an anonymous caller."""
+    return name if caller is None else f"{name} (caller: {_one_line(caller.id)})"
 
 
 _ERRORS_MAX = 20  # how many errors of one call a client reads
@@ -1719,8 +1731,8 @@ _TOOLS_MAX = 128  # that OpenAI's API takes ("array too long. Expected an array 
 def _log_many(count: int) -> None:
     """Say that some clients do not take as many tools, and which options choose among them."""
     if count > _TOOLS_MAX:
-        text = "%d tools: OpenAI's API and VS Code take %d, Cursor some 40; tags, prefix, exclude and read_only choose"
-        logger.info(text, count, _TOOLS_MAX)
+        advice = "tags, prefix, exclude and read_only choose, or search lists two that find the others"
+        logger.info("%d tools: OpenAI's API and VS Code take %d, Cursor some 40; %s", count, _TOOLS_MAX, advice)
 
 
 class _ToolCatalog:
@@ -1849,6 +1861,168 @@ class _ToolCatalog:
                 text = "The alias of module %s is not used: %s is no name for a tool, or another's as well"
                 logger.warning(text, tool.module_id, alias)
         return by_name
+
+
+# ---- Search: two tools in the place of all, one that finds tools and one that calls them; event loop only ----
+
+_SEARCH_TOOLS = "search_tools"  # the names that the search transforms of FastMCP use
+_CALL_TOOL = "call_tool"
+_DESCRIPTORS = [
+    ModuleDescriptor(
+        module_id=_SEARCH_TOOLS,
+        name="Search tools",
+        description="Find tools by what they do: up to ten, best first. Call one that fits with call_tool.",
+        documentation=None,
+        input_schema={
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What a tool has to do, in a few words"}},
+            "required": ["query"],
+            "additionalProperties": False,
+        },
+        output_schema={},
+        annotations=ModuleAnnotations(readonly=True, idempotent=True, open_world=False),
+    ),
+    ModuleDescriptor(
+        module_id=_CALL_TOOL,
+        name="Call a tool",
+        description="Call a tool that search_tools has found.",
+        documentation=None,
+        input_schema={
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "description": "The name of the tool"},
+                # Marked, so that wrong ones are not quoted, as they may hold values that the tool's own schema marks.
+                "arguments": {"type": "object", "description": "What its inputSchema asks for", "x-sensitive": True},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+        output_schema={},
+        annotations=ModuleAnnotations(destructive=True),
+    ),
+]
+
+_FOUND_MAX = 10  # tools in one answer
+_QUERY_WORDS_MAX = 50  # further words of a query are not looked for
+_GROUPS_MAX = 50  # groups of tools that are named where nothing is found
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where a word begins in camel case
+# Two letters or digits at least. Chinese and Japanese put no spaces between words, so there each character is one.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]{2,}")
+# What plurals end in, and singulars whose plurals end otherwise: policies, boxes, branches, files; policy.
+_ENDING = re.compile(r"(?<=\w\w)(ies|(?<=[sxz])es|(?<=[cs]h)es|s)$|(?<=\w{3}[^aeiou])y$")
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text or a name, without case: `getUser_ids` has "get", "user" and "ids"."""
+    return _WORD.findall(_HUMP.sub(" ", unicodedata.normalize("NFKC", text)).casefold())
+
+
+@dataclasses.dataclass
+class _Keywords:
+    """The words of a tool's names, and all by which it is found, with a space before each: so `" repo" in everything`
+    holds where a word begins with "repo". In a name of many words, each says less: `weight`."""
+
+    names: str
+    everything: str
+    weight: float
+
+
+def _keywords_of(tool: _Tool) -> _Keywords:
+    names = [word for name in {tool.module_id, tool.name} for word in _words(name)]
+    texts = [*tool.about.title.values(), tool.about.description, *map(str, tool.descriptor.tags)]
+    for schema in _subschemas(tool.input_schema):
+        texts += _properties(schema)
+        texts.append(schema.get("description", ""))
+    everything = names + _words("\n".join(texts))
+    return _Keywords(" " + " ".join(names), " " + " ".join(everything), len(names) ** -0.25)
+
+
+def _rank(query: str, keywords: Mapping[_Tool, _Keywords]) -> list[_Tool]:
+    """The tools that have any word of `query`, best first.
+
+    A word also finds its plural and longer words; a rare one counts more, and one in a name three times as much. How
+    well that works is measured by `python -m tests.benchmarks.search`."""
+    scores = dict.fromkeys(keywords, 0.0)
+    words = dict.fromkeys(_ENDING.sub("", word) for word in _words(query))
+    for word in itertools.islice(words, _QUERY_WORDS_MAX):
+        beginning = f" {word}"
+        matching = [tool for tool in keywords if beginning in keywords[tool].everything]
+        for tool in matching:
+            rarity = math.log((len(keywords) + 1) / len(matching))
+            scores[tool] += rarity * (3 if beginning in keywords[tool].names else 1)
+    found = [tool for tool in keywords if scores[tool]]
+    return sorted(found, key=lambda tool: scores[tool] * keywords[tool].weight, reverse=True)
+
+
+class _SearchTools:
+    """`search_tools` and `call_tool`, by which clients reach the tools of a catalog when the option `search` is on.
+
+    `tools` are these two by name, or none. Neither can be called through the other: `call_tool` calls modules."""
+
+    def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
+        self._catalog = catalog
+        self._registry = options.registry
+        self._keywords = weakref.WeakKeyDictionary[_Tool, _Keywords]()
+        self.tools: dict[str, _Tool] = {}
+        if options.search:
+            self.tools = {each.module_id: _Tool(each, None, options) for each in _DESCRIPTORS}
+
+    def faults(self, name: str, arguments: JSONObject) -> list[dict[str, str]]:
+        """What is wrong with the arguments of one of the two."""
+        return [*itertools.islice(_faults(self.tools[name], arguments), _ERRORS_MAX)]
+
+    async def answer(
+        self, name: str, arguments: JSONObject, caller: Identity | None, name_of: Callable[[_Tool], str]
+    ) -> JSONObject | None:
+        """The result of a call of one of the two; None for a `call_tool` that is to call another.
+
+        `search_tools` finds what `caller` is offered, under the name that `name_of` gives it."""
+        label = _label(name, caller)
+        faults = self.faults(name, arguments)
+        if faults:
+            error = SchemaValidationError("Input validation failed", faults)
+            return _ErrorMapper(label, self.tools[name], arguments, [], self._registry).to_result(error)
+        if name == _CALL_TOOL:
+            return None
+        logger.debug("Tool call: %s", label)
+        tools = await self._catalog.offered(self._catalog.tools.values(), caller)
+        found = self._find(arguments["query"], tools)
+        if not found:
+            # No structured content: Codex shows its model that alone, and an empty list says nothing.
+            return {"content": [{"type": "text", "text": _groups(tools)}], "isError": False, "resultType": "complete"}
+        listing = []
+        for tool in found:
+            schema = tool.input_schema
+            listing.append({"name": name_of(tool), "description": tool.about.description, "inputSchema": schema})
+        return {
+            "content": [{"type": "text", "text": _to_text(listing)}],
+            # An object, and the same: Gemini CLI reads JSON text as structured content, and refuses an array there.
+            "structuredContent": {"result": listing},
+            "isError": False,
+            "resultType": "complete",
+        }
+
+    def _find(self, query: str, tools: Iterable[_Tool]) -> list[_Tool]:
+        keywords = {}
+        for tool in tools:
+            if tool not in self._keywords:
+                self._keywords[tool] = _keywords_of(tool)
+            keywords[tool] = self._keywords[tool]
+        return _rank(query, keywords)[:_FOUND_MAX]
+
+
+def _target_of(arguments: JSONObject) -> tuple[str, JSONObject]:
+    """What the arguments of a `call_tool` name: the tool and the arguments to call it with."""
+    return arguments["name"], arguments.get("arguments", {})
+
+
+def _groups(tools: Iterable[_Tool]) -> str:
+    """What there is, for a model whose search has found nothing: how many tools begin with which word."""
+    counts = Counter(tool.module_id.partition(".")[0] for tool in tools)
+    groups = [f"{name} ({count})" for name, count in counts.most_common(_GROUPS_MAX)]
+    if len(counts) > _GROUPS_MAX:
+        groups.append(f"and {len(counts) - _GROUPS_MAX} more")
+    return f"No tool was found; the groups of tools are: {', '.join(groups) or 'none'}."
 
 
 # ---- OpenAI: tools as function definitions, and a model's call back as a module's inputs ----
@@ -2021,6 +2195,7 @@ def _knows(names: Iterable[str], schema: JSONSchema, branch: JSONSchema) -> bool
 def to_openai_tools(
     registry_or_executor: Registry | Executor | APCore, *, embed_annotations: bool = False, strict: bool = False,
     tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
+    search: bool = False,
 ) -> list[JSONObject]:  # fmt: skip
     """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
 
@@ -2029,20 +2204,27 @@ def to_openai_tools(
     `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
     `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
     logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules; with an `identity`, so does the ACL:
-    only what it lets that caller call is offered. A module that cannot be converted is left out with a WARNING. Raises
+    only what it lets that caller call is offered. `search` gives `search_tools` and `call_tool` in their place, which
+    `run_openai_call(search=True)` understands: a model finds the others by these. `call_tool` is never strict, as its
+    arguments are open. A module that cannot be converted is left out with a WARNING. Raises
     TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix, and for a module id with a
     hyphen, which nobody could tell from a dot. Source: FR-OPENAI-001 to -007.
     """
-    catalog = _ToolCatalog(_options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix))
+    options = _options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix, search=search)
+    catalog = _ToolCatalog(options)
     with_hyphen = [module_id for module_id in catalog.tools if "-" in module_id]
     if with_hyphen:
         raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {with_hyphen}")
+    converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
+    if search:
+        two = _SearchTools(catalog, options).tools
+        lenient = dataclasses.replace(converter, strict=False)
+        return [converter.convert(two[_SEARCH_TOOLS]), lenient.convert(two[_CALL_TOOL])]
     tools: Collection[_Tool] = catalog.tools.values()
     if identity is not None:
         with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
             tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
     _log_many(len(tools))
-    converter = _OpenAIConverter(embed_annotations=embed_annotations, strict=strict)
     return [converter.convert(tool) for tool in tools]
 
 
@@ -2066,7 +2248,7 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 def from_openai_call(
     registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
-    *, tags: Sequence[str] | None = None, prefix: str | None = None,
+    *, tags: Sequence[str] | None = None, prefix: str | None = None, search: bool = False,
 ) -> tuple[str, JSONObject]:  # fmt: skip
     """Turn the call a model sent back into a module id and inputs that module accepts.
 
@@ -2075,27 +2257,40 @@ def from_openai_call(
 
     `arguments` is the JSON text that came with `name`, or the dict of it. Strict mode makes a model write `null` for
     what it leaves out, so a null that the module's own schema forbids is dropped, at every depth; one that it allows
-    stays. Nothing is executed: `await executor.call_async(module_id, inputs)` does. `tags` and `prefix` are those that
-    `to_openai_tools` had. Source: FR-OPENAI-003; OpenAI guide "Structured Outputs". Raises TypeError for neither a
+    stays. Nothing is executed: `await executor.call_async(module_id, inputs)` does. `tags`, `prefix` and `search` are
+    those that `to_openai_tools` had; with `search`, a `call_tool` becomes what it calls, and only `run_openai_call` can
+    answer a `search_tools`. Source: FR-OPENAI-003; OpenAI guide "Structured Outputs". Raises TypeError for neither a
     Registry nor an Executor; ValueError when `arguments` is no JSON object, for an empty tag or prefix, and for a
     module that `to_openai_tools` would not have offered.
     """
-    options = _options_of("from_openai_call()", registry_or_executor, tags=tags, prefix=prefix)
-    tool, inputs = _read_call(options, name, arguments)
-    return tool.module_id, inputs
+    options = _options_of("from_openai_call()", registry_or_executor, tags=tags, prefix=prefix, search=search)
+    inputs = _read_arguments(name, arguments)
+    search_tools = _SearchTools(_ToolCatalog(options), options)
+    if name in search_tools.tools:
+        if name == _SEARCH_TOOLS:
+            raise ValueError(f"{name!r} calls no module: run_openai_call() answers it")
+        for fault in search_tools.faults(name, inputs):
+            raise ValueError(f"Arguments of {name!r} are not valid: {fault['field'] or '(root)'}: {fault['message']}")
+        name, inputs = _target_of(inputs)
+    tool = _called_tool(options, name)
+    return tool.module_id, _read(inputs, tool.input_schema)[0]
 
 
-def _read_call(options: _Options, name: str, arguments: str | JSONObject) -> tuple[_Tool, JSONObject]:
-    """The tool that a model called, and its inputs; `_NotOffered` when `options` leave it out."""
+def _read_arguments(name: str, arguments: str | JSONObject) -> JSONObject:
+    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
+    if not isinstance(inputs, dict):
+        raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
+    return inputs
+
+
+def _called_tool(options: _Options, name: str) -> _Tool:
+    """The tool that a model called by the name of its function; `_NotOffered` when `options` leave it out."""
     module_id = from_openai_name(name, options.registry)
     is_registered = module_id in options.registry.list(prefix=module_id)  # without what is hidden
     tool = _ToolCatalog(options).build(module_id) if is_registered else None
     if tool is None:
         raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
-    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
-    if not isinstance(inputs, dict):
-        raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return tool, _read(inputs, tool.input_schema)[0]
+    return tool
 
 
 # ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
@@ -2158,11 +2353,6 @@ def _caller(scope: Mapping[str, Any]) -> Identity | None:
         with suppress(NotImplementedError):  # Starlette's own users have no `identity`
             name = name or getattr(user, attribute, None)
     return Identity(str(name or user), roles=roles)
-
-
-def _label(name: str, caller: Identity | None) -> str:
-    """How lines of the log name a call: `image.resize (caller: ann)`, without the bracket for an anonymous caller."""
-    return name if caller is None else f"{name} (caller: {_one_line(caller.id)})"
 
 
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
@@ -2839,6 +3029,14 @@ def _install_steps(strategy: ExecutionStrategy) -> None:
             strategy.steps[index] = _ModuleLookup(step)
 
 
+def _tool_names(options: _Options, ctx: RequestContext) -> str:
+    """The option `tool_names` for the client of a request: "module-id" or "portable"."""
+    client = ctx.session.client_params
+    if options.tool_names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
+        return "portable"
+    return options.tool_names
+
+
 class _ExecutionRouter:
     """Sends a `tools/call` through apcore's Executor and brings back a tool result, whatever happens on the way.
 
@@ -2853,6 +3051,7 @@ class _ExecutionRouter:
         self._catalog = catalog
         self._executor = options.executor
         self._options = options
+        self.search = _SearchTools(catalog, options)
         self._parked: dict[str, tuple[_Call, asyncio.Future[Any]]] = {}  # by state, with the answer that each waits for
         self.running: set[_Call] = set()
         _install_steps(self._executor.current_strategy)
@@ -2862,15 +3061,23 @@ class _ExecutionRouter:
         caller = _caller(getattr(ctx.request, "scope", {}))
         if params.request_state is not None:
             return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
-        tool = self._catalog.find(params.name)
+        name = params.name
+        arguments = params.arguments or {}
+        if name in self.search.tools:
+            names = _tool_names(self._options, ctx)
+            answer = await self.search.answer(name, arguments, caller, lambda tool: tool.name_as(names))
+            if answer is not None:
+                return answer
+            name, arguments = _target_of(arguments)
+        tool = self._catalog.find(name)
         if tool is None:
-            name = _one_line(params.name[:200])
+            name = _one_line(name[:200])
             text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
             label = _label(name, caller)
             logger.debug("Tool call: %s", label)
             logger.error("Tool call error: %s - ModuleNotFoundError: %s", label, text)
             return _failure(text, "MODULE_NOT_FOUND")
-        call = _Call(tool, params.arguments or {}, self._options, caller, self._options.output_formatter)
+        call = _Call(tool, arguments, self._options, caller, self._options.output_formatter)
         call.attach(ctx)
         return await self.run(call)
 
@@ -3045,7 +3252,7 @@ class _Bridge:
             on_subscriptions_listen=self._listen,
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
-        self.server.get_tool_input_schema = lambda name: getattr(self.catalog.find(name), "input_schema", None)
+        self.server.get_tool_input_schema = self._input_schema_of
         security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
         self.server.middleware += [
             self._count_request,
@@ -3134,21 +3341,18 @@ class _Bridge:
         takes six times as long as everything else, and the catalog holds nothing that is not valid."""
         result: Any = await call_next(ctx)
         if ctx.method == "tools/list":
-            names = self._tool_names(ctx)
-            result["tools"] = [tool.definition(names) for tool in await self._offered(ctx)]
+            names = _tool_names(self.options, ctx)
+            tools = self.router.search.tools.values() or await self._offered(ctx)
+            result["tools"] = [tool.definition(names) for tool in tools]
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
         """The result of `tools/list` as the SDK validates it; `_fill_in_tools` adds the tools."""
         return {"tools": [], **_FRESH}
 
-    def _tool_names(self, ctx: RequestContext) -> str:
-        """The option `tool_names` for the client of a request: "module-id" or "portable"."""
-        names = self.options.tool_names
-        client = ctx.session.client_params
-        if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
-            return "portable"
-        return names
+    def _input_schema_of(self, name: str) -> JSONSchema | None:
+        tool = self.router.search.tools.get(name) or self.catalog.find(name)
+        return tool.input_schema if tool else None
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         tools = await self._offered(ctx)
@@ -3787,7 +3991,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 async def run_openai_call(
     registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
-    approval: str | ApprovalHandler = "require",
+    search: bool = False, approval: str | ApprovalHandler = "require",
 ) -> str:  # fmt: skip
     """Run the call a model sent back, and return what to tell the model, as text.
 
@@ -3795,19 +3999,29 @@ async def run_openai_call(
 
     That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), with a line for each file, or the
     plain sentence of the error, also for a function that was not offered. Nulls are dropped as by `from_openai_call`.
-    `tags`, `prefix` and `identity`, the caller to the ACL, are those that `to_openai_tools` had. There is nobody to ask
-    for an approval: "require" and "deny" refuse a call that needs one, "auto" lets it run with a WARNING and "off"
-    without one; an apcore `ApprovalHandler` decides itself, and so does the one that an Executor already has. Raises
-    TypeError and ValueError for wrong options, and nothing that a module raised."""
-    options = _options_of("run_openai_call()", registry_or_executor, tags=tags, prefix=prefix, approval=approval)
+    `tags`, `prefix`, `identity` (the caller, to the ACL) and `search` are those that `to_openai_tools` had. There is
+    nobody to ask for an approval: "require" and "deny" refuse a call that needs one, "auto" lets it run with a WARNING
+    and "off" without one; an apcore `ApprovalHandler` decides itself, and so does the one that an Executor already has.
+    Raises TypeError and ValueError for wrong options, and nothing that a module raised."""
+    options = _options_of(
+        "run_openai_call()", registry_or_executor, tags=tags, prefix=prefix, search=search, approval=approval
+    )
+    catalog = _ToolCatalog(options)
     try:
-        tool, inputs = _read_call(options, name, arguments)
+        inputs = _read_arguments(name, arguments)
+        search_tools = _SearchTools(catalog, options)
+        if name in search_tools.tools:
+            answer = await search_tools.answer(name, inputs, identity, lambda tool: _portable_name(tool.module_id))
+            if answer is not None:
+                return str(answer["content"][0]["text"])
+            name, inputs = _target_of(inputs)
+        tool = _called_tool(options, name)
     except _NotOffered:
         return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
-    router = _ExecutionRouter(_ToolCatalog(options), options)
-    result = await router.run(_Call(tool, inputs, options, identity))
+    call = _Call(tool, _read(inputs, tool.input_schema)[0], options, identity)
+    result = await _ExecutionRouter(catalog, options).run(call)
     text, *files = result["content"]
     lines = [f"[a file of type {file.get('resource', file)['mimeType']}]" for file in files]
     return "\n".join([text["text"], *lines])
@@ -3890,7 +4104,8 @@ async def _log_start(bridge: _Bridge, address: str) -> None:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
-    _log_many(len(tools))
+    if not options.search:
+        _log_many(len(tools))
     started = "apcore-mcp server started: %s registered, transport=%s%s"
     logger.info(started, _count_of_tools(tools), options.transport, address)
 

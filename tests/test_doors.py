@@ -679,7 +679,11 @@ def test_more_tools_than_clients_take_are_told_in_one_line(caplog: pytest.LogCap
         lines = [text for level, text in logged(caplog) if level == "INFO" and "OpenAI" in text]
         assert len(lines) == 2 * expected
         assert all(text.startswith("129 tools: ") for text in lines)
-        assert all(option in text for text in lines for option in ("tags", "prefix", "exclude", "read_only"))
+        assert all(option in text for text in lines for option in ("tags", "prefix", "exclude", "read_only", "search"))
+        caplog.clear()
+        with serving(registry, search=True):
+            to_openai_tools(registry, search=True)
+        assert not [text for level, text in logged(caplog) if level == "INFO" and "OpenAI" in text]
         if not expected:
             registry.register("t.last", FunctionalModule(echo))
 
