@@ -2479,8 +2479,9 @@ class _Call:
                 await self.session.report_progress(number, limit, message and _text_of(message))
         elif self._unsent is None or self._unsent.done():
             self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self._loop)
-            # So that reports arrive in order, and before the result. After a second the module goes on: the server's
-            # loop may be standing still, in an async module that waits for a synchronous `executor.call()`.
+            # So that reports arrive in order, and before the result; while one is still to be sent, others are dropped.
+            # After a second the module goes on: the server's loop may be standing still, in an async module that waits
+            # for a synchronous `executor.call()`.
             await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
 
     async def elicit(
