@@ -230,6 +230,7 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
             assert not (await client.call_tool("demo.search", {"region": "Zürich ", "query": "x"})).is_error
 
     with serving(executor) as url, httpx.Client(timeout=30) as client:
+        offered.listed = 0  # a start looks whether there is anything to serve
         for arguments, header, runs in cases:
             ran.clear()
             params = {"name": "demo.search", "arguments": arguments}
