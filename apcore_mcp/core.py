@@ -1445,27 +1445,12 @@ def _left_out(what: object, messages: list[str]) -> Iterator[None]:
         _leave_out(what, f"{type(error).__name__}: {_text_of(error)}", messages)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Registration:
-    """One module that a file defines, with what `Registry.register` takes of it; `label` says which of the file's."""
-
-    path: str
-    label: str
-    module_id: str
-    module: Any
-    version: str | None = None
-    metadata: JSONObject | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.label}"
-
-
 class _Files:
     """The files below a registry's extensions directories, and the modules that each of them has defined.
 
     `update()` loads what is new or has changed and unregisters what has gone, each at the cost of that file alone. What
-    of a file cannot be loaded is left out with a WARNING until the file changes; a module whose ID another has waits
-    until that one goes. Any thread; one update at a time."""
+    cannot be loaded is left out with a WARNING until its file changes, or the ID is free that another module has. Any
+    thread; one update at a time."""
 
     def __init__(self, registry: Registry) -> None:
         # Weak, so that `_files_of` keeps no registry alive. `Any`, because only private attributes tell where apcore
@@ -1473,15 +1458,12 @@ class _Files:
         self._registry: Any = weakref.proxy(registry)
         self._lock = threading.Lock()
         self._states: dict[str, _FileState] = {}  # by path
-        self._registered: dict[str, _Registration] = {}  # by module ID
-        self._waiting: list[_Registration] = []  # for an ID that another module has
+        self._registered: dict[str, str] = {}  # by module ID, the path of its file
+        self._waiting: set[tuple[str, str]] = set()  # a path, and the module ID that another module has
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._states = self._look()
-            for path in self._states:
-                module_id = self._module_id(path)
-                if registry.has(module_id):
-                    self._registered[module_id] = _Registration(path, "module", module_id, registry.get(module_id))
+            self._registered = {self._module_id(path): path for path in self._states}
 
     def update(self) -> None:
         """Take in what has changed since the last time: at first, everything."""
@@ -1491,147 +1473,121 @@ class _Files:
             self._states = self._look()
             # Metadata is part of the file that it describes.
             changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ self._states.items()}
+            # Only what was free at the start, so that a file that is edited keeps its IDs.
+            changed.update(path for path, module_id in self._waiting if not self._registry.has(module_id))
+            self._waiting = {(path, module_id) for path, module_id in self._waiting if path not in changed}
             # All that goes before any that comes: an ID may have moved from one file to another.
-            for registration in [*self._registered.values()]:
-                if registration.path in changed:
-                    self._unregister(registration)
-            waiting = [registration for registration in self._waiting if registration.path not in changed]
-            self._waiting = []
+            for module_id, path in [*self._registered.items()]:
+                if path in changed:
+                    del self._registered[module_id]
+                    with _left_out(f"Module {module_id}", self.left_out):
+                        self._registry.unregister(module_id)
             for path in sorted(changed.intersection(self._states)):
                 with _left_out(path, self.left_out):
-                    for registration in self._define(path):
-                        self._register(registration)
-            # Only now, so that a file that is edited keeps its IDs.
-            for registration in waiting:
-                if self._registry.has(registration.module_id):
-                    self._waiting.append(registration)
-                else:
-                    self._register(registration)
+                    self._load(path)
 
-    def _register(self, registration: _Registration) -> None:
-        module_id = registration.module_id
-        if self._registry.has(module_id):  # `register` would take a class for another version of what is there
-            owner = self._registered.get(module_id, "a module that comes from no file")
-            _leave_out(registration, f"the module ID {module_id} belongs to {owner}", self.left_out)
-            self._waiting.append(registration)
-            return
-        with _left_out(registration, self.left_out):
-            self._registry.register(module_id, registration.module, registration.version, registration.metadata)
-            self._registered[module_id] = registration
-
-    def _unregister(self, registration: _Registration) -> None:
-        module_id = registration.module_id
-        del self._registered[module_id]
-        with _left_out(f"Module {module_id}", self.left_out):
-            # Somebody may have put another module in its place.
-            if self._registry.has(module_id) and self._registry.get(module_id) is registration.module:
-                self._registry.unregister(module_id)
+    def _roots(self) -> dict[str, JSONObject]:  # as the Registry was configured with them, by their real paths
+        return {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
 
     def _look(self) -> dict[str, _FileState]:
         """Each file that may define modules, or describe them, by its path."""
-        roots = [os.path.realpath(root["root"]) for root in self._registry._extension_roots]
-        return {path: state for root in roots for path, state in _walk(root, root, ())}
+        return {path: state for root in self._roots() for path, state in _walk(root, root, ())}
 
     def _module_id(self, path: str) -> str:
         """The ID that apcore makes of a path: `text.shout` of `text/shout.py`. A link has the ID of its own path;
         apcore's look-up follows it first, and a ConfigMap's `shop.py` would be `..2026_11_23.shop`."""
-        roots = {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
+        roots = self._roots()
         folder = next(folder for folder in roots if Path(path).is_relative_to(folder))
         relative = os.path.relpath(path, folder)
         if relative in self._registry._id_map:
             return str(self._registry._id_map[relative]["id"])
-        module_id = os.path.splitext(relative)[0].replace(os.sep, ".")
-        if len(roots) == 1 and "namespace" not in roots[folder]:
-            return module_id
-        return f"{roots[folder].get('namespace') or Path(roots[folder]['root']).name}.{module_id}"
+        parts = Path(relative).with_suffix("").parts
+        if len(roots) > 1 or "namespace" in roots[folder]:
+            parts = (roots[folder].get("namespace") or Path(roots[folder]["root"]).name, *parts)
+        return ".".join(parts)
 
-    def _define(self, path: str) -> list[_Registration]:
-        """Load a file: what it defines or binds that can be registered. What cannot be is left out by its name."""
+    def _load(self, path: str) -> None:
+        """Register what a file defines or binds. What of it cannot be is left out by its name."""
         metadata_path = path.removesuffix(".py") + "_meta.yaml"
         for read in (path, metadata_path):  # metadata may say that a module requires approval: never without it
-            fault = self._states.get(read)
-            if isinstance(fault, str):
-                _leave_out(path, f"{os.path.basename(read)} {fault}", self.left_out)
-                return []
+            state = self._states.get(read)
+            if isinstance(state, str):
+                raise OSError(f"{os.path.basename(read)} {state}")
         if path.endswith(".yaml"):
-            return _bound(path)
+            for module in _bound(path):
+                with _left_out(f"{path}: binding {module.module_id}", self.left_out):
+                    self._register(path, module.module_id, module)
+            return
         metadata = load_metadata(Path(metadata_path))
         entry_point = metadata.get("entry_point", "").rpartition(":")[2]
-        hook = self._registry._pre_approval_hook
-        if hook:
-            hook(Path(path))
+        if self._registry._pre_approval_hook:
+            self._registry._pre_approval_hook(Path(path))
         module_id = self._module_id(path)
         contents = _run_file(path, f"apcore_ext.{module_id}")
         own = [value for value in contents.values() if getattr(value, "__module__", "") == contents["__name__"]]
-        registrations = []
-        count = len(self.left_out)
         functions = [value for value in own if hasattr(value, "apcore_module")]
         for function in dict.fromkeys(functions):  # each once, whatever names it has
-            module = function.apcore_module
-            function_id = module.module_id.removeprefix("apcore_ext.")
-            registrations.append(_Registration(path, f"function {function.__name__}", function_id, module))
+            with _left_out(f"{path}: function {function.__name__}", self.left_out):
+                module = function.apcore_module
+                self._register(path, module.module_id.removeprefix("apcore_ext."), module)
         for name, value in contents.items():
             # `from apcore import module` is another one, which takes a function for an ID and returns its inner one.
-            if inspect.isfunction(value) and value.__qualname__.startswith(f"{APCore.module.__qualname__}.<locals>."):
+            if inspect.isfunction(value) and value.__qualname__.startswith("APCore.module.<locals>."):
                 reason = "`from apcore import module` needs @module(): take `from apcore.decorator import module`"
                 _leave_out(f"{path}: function {name}", reason, self.left_out)
-        for cls in self._module_classes(path, dict.fromkeys(filter(inspect.isclass, own)), entry_point):
-            version = str(metadata.get("version") or getattr(cls, "version", "1.0.0"))
+        classes = _module_classes(own, entry_point)
+        complete = [cls for cls in classes if not _module_faults(cls)]
+        for cls in classes:
             with _left_out(f"{path}: class {cls.__name__}", self.left_out):
-                registrations.append(_Registration(path, f"class {cls.__name__}", module_id, cls(), version, metadata))
-        if not registrations and len(self.left_out) == count:
+                if cls not in complete:
+                    raise TypeError("; ".join(_module_faults(cls)))
+                if cls is not complete[0]:
+                    raise TypeError(f"{complete[0].__name__} is the module of this file: give it a file of its own")
+                version = str(metadata.get("version") or getattr(cls, "version", "1.0.0"))
+                self._register(path, module_id, cls(), version, metadata)
+        if entry_point and not classes:
+            reason = "entry_point in the file's metadata names it, and no such class has execute() and input_schema"
+            _leave_out(f"{path}: class {entry_point}", reason, self.left_out)
+        elif not functions and not classes:
             hint = "a function needs @module (from apcore.decorator import module), a class execute() and input_schema"
             logger.info("%s defines no module: %s", path, hint)
-        return registrations
 
-    def _module_classes(self, path: str, classes: Iterable[type], entry_point: str) -> list[type]:
-        """The class that is a file's module, if any: the one that `entry_point` names, or the first that can be one.
-        What else looks like a module, and is not only there to make modules with, is left out by name."""
-        candidates = [cls for cls in classes if _looks_like_module(cls)]
-        candidates = [cls for cls in candidates if not _is_helper(cls, candidates)]
-        if entry_point:
-            candidates = [cls for cls in classes if cls.__name__ == entry_point]
-            if not candidates:
-                reason = "entry_point in the file's metadata names it, and it is not there"
-                _leave_out(f"{path}: class {entry_point}", reason, self.left_out)
-        complete = [cls for cls in candidates if not _module_faults(cls)]
-        for cls in candidates:
-            if cls not in complete:
-                _leave_out(f"{path}: class {cls.__name__}", "; ".join(_module_faults(cls)), self.left_out)
-        for cls in complete[1:]:
-            reason = f"class {complete[0].__name__} is the module of this file: give it a file of its own"
-            _leave_out(f"{path}: class {cls.__name__}", reason, self.left_out)
-        return complete[:1]
+    def _register(self, path: str, module_id: str, module: Any, *version_and_metadata: Any) -> None:
+        if self._registry.has(module_id):  # `register` would take a class for another version of what is there
+            self._waiting.add((path, module_id))
+            owner = self._registered.get(module_id, "a module that comes from no file")
+            raise ValueError(f"the module ID {module_id} belongs to {owner}")
+        self._registry.register(module_id, module, *version_and_metadata)
+        self._registered[module_id] = path
 
 
-def _looks_like_module(cls: type) -> bool:
-    return callable(getattr(cls, "execute", None)) and getattr(cls, "input_schema", None) is not None
-
-
-def _is_helper(cls: type, classes: Iterable[type]) -> bool:
-    """Whether a class is only there to make modules with: it has abstract methods of its own, or two of these marks:
-    it is private, it cannot be a module, another of `classes` derives from it. One mark alone may be a mistake."""
-    is_private = cls.__name__.startswith("_")
-    is_unusable = inspect.isabstract(cls) or bool(_module_faults(cls))
-    is_base = any(other is not cls and issubclass(other, cls) for other in classes)
-    is_abstract = any(name in vars(cls) for name in getattr(cls, "__abstractmethods__", ()))
-    return is_abstract or [is_private, is_unusable, is_base].count(True) >= 2
+def _module_classes(values: Iterable[Any], entry_point: str) -> list[type]:
+    """The classes with `execute` and an `input_schema` that are meant to be modules: the one that `entry_point` names,
+    or all but those to derive from: private ones, those with abstract methods of their own, and unfinished bases."""
+    classes = [cls for cls in dict.fromkeys(filter(inspect.isclass, values)) if callable(getattr(cls, "execute", None))]
+    classes = [cls for cls in classes if getattr(cls, "input_schema", None) is not None]
+    if entry_point:
+        return [cls for cls in classes if cls.__name__ == entry_point]
+    modules = []
+    for cls in classes:
+        is_abstract = any(name in vars(cls) for name in getattr(cls, "__abstractmethods__", ()))
+        is_base = any(other is not cls and issubclass(other, cls) for other in classes)
+        if not (cls.__name__.startswith("_") or is_abstract or (is_base and _module_faults(cls))):
+            modules.append(cls)
+    return modules
 
 
 def _module_faults(cls: type) -> list[str]:
     """What keeps a class from being a module; apcore's `validate_module` knows no dict schemas, `register` does."""
     faults = []
     for name in ("input_schema", "output_schema"):
-        schema = getattr(cls, name, None)
-        if schema is None:
-            faults.append(f"it has no {name}")
-        elif not isinstance(schema, dict) and not (inspect.isclass(schema) and issubclass(schema, BaseModel)):
+        if not isinstance(getattr(cls, name, None), (dict, _Model)):
             faults.append(f"its {name} is neither a pydantic model nor a dict")
     description = getattr(cls, "description", None)
     if not description or not isinstance(description, str):
         faults.append("it has no description")
-    if not callable(getattr(cls, "execute", None)):
-        faults.append("it has no execute()")
+    if inspect.isabstract(cls):
+        faults.append("it is abstract")
     return faults
 
 
@@ -1639,24 +1595,21 @@ def _walk(path: str, root: str, folders: tuple[str, ...]) -> Iterator[tuple[str,
     """The files at and below `path` that are looked at, also through links as long as these stay below `root`.
 
     `folders` are the real paths of those that lead here: a link back to one of them would have no end."""
-    is_link = os.path.islink(path)
-    real_path = os.path.join(folders[-1], os.path.basename(path)) if folders and not is_link else os.path.realpath(path)
     is_module_file = path.endswith(_MODULE_FILES)
     try:
         status = os.stat(path)
         is_folder = stat.S_ISDIR(status.st_mode)
-        if is_link and (is_folder or is_module_file) and not Path(real_path).is_relative_to(root):
+        real_path = os.path.realpath(path) if is_folder or os.path.islink(path) else path  # of files: only links ask
+        if real_path != path and (is_folder or is_module_file) and not Path(real_path).is_relative_to(root):
             yield path, f"is a link out of the extensions directory, to {real_path}"
-        elif is_folder and real_path in folders:
-            yield path, f"is a link back to {real_path}, which it is in"
-        elif is_folder:
+        elif is_folder and real_path not in folders:
             for name in itertools.filterfalse(_IGNORED_NAMES.match, os.listdir(path)):
                 yield from _walk(os.path.join(path, name), root, (*folders, real_path))
-        elif is_module_file:
+        elif is_module_file and not is_folder:
             yield path, (status.st_ino, status.st_mtime_ns, status.st_size)
     except OSError as error:
-        is_gone = isinstance(error, FileNotFoundError) and not is_link
-        if not is_gone and (is_module_file or not is_link):
+        # A folder that has just gone is no fault, nor is a link to nothing by a name that is no module's.
+        if is_module_file or not isinstance(error, FileNotFoundError):
             yield path, f"cannot be read: {error.strerror}"
 
 
@@ -1671,33 +1624,28 @@ def _run_file(path: str, name: str) -> JSONObject:
     return dict(vars(module))
 
 
-def _bound(path: str) -> list[_Registration]:
+def _bound(path: str) -> list[FunctionModule]:
     """What a `*.binding.yaml` file binds, also of files beside it."""
     if b"x-sensitive" in Path(path).read_bytes():
         raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
-    registrations = []
-    for module in BindingLoader().load_bindings(path, Registry()):
+    modules = BindingLoader().load_bindings(path, Registry())
+    for module in modules:
         name = _function_of(module).__module__
         beside = Path(folder, *name.split(".")).with_suffix(".py")
         if beside.exists() and not beside.samefile(str(sys.modules[name].__file__)):
             raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-        registrations.append(_Registration(path, "binding", module.module_id, module))
-    return registrations
+    return modules
 
 
 _FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()
-_FILES_LOCK = threading.Lock()
 
 
 def _files_of(registry: Registry) -> _Files:
     """The one loader of a registry: of two, each would load what the other has loaded."""
-    with _FILES_LOCK:
-        if registry not in _FILES:
-            _FILES[registry] = _Files(registry)
-        return _FILES[registry]
+    return _FILES.get(registry) or _FILES.setdefault(registry, _Files(registry))
 
 
 def _folder(extensions_dir: str) -> Registry:
@@ -1713,9 +1661,8 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
     """Load the modules of a directory, as the command line does: a Registry of them, to serve or to give an Executor.
 
     Takes module classes and functions with apcore's `@module` from `*.py` files, and what `*.binding.yaml` files bind.
-    What cannot be loaded is left out with a WARNING that names the file and the class or the function. Names that begin
-    with `_` or `.` and `node_modules` are not looked at; a link is followed inside the directory and left out when it
-    leads out of it. Source: FR-CLI-002. ValueError where there is no such directory.
+    What cannot be loaded is left out with a WARNING that names it, and so is a link out of the directory. Names that
+    begin with `_` or `.` and `node_modules` are not looked at. Source: FR-CLI-002. ValueError for no such directory.
     """
     registry = _folder(os.fspath(extensions_dir))
     _files_of(registry).update()
