@@ -140,16 +140,26 @@ def lines_of(report: dict[str, Any], title: str = "Input validation failed:") ->
     return lines
 
 
+def logged(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[logging.LogRecord]:
+    """The records of the package's own logger, at `level` or at any."""
+    ours = [record for record in caplog.records if record.name.partition(".")[0] == "apcore_mcp"]
+    return [record for record in ours if level in (None, record.levelno)]
+
+
+def messages_logged(caplog: pytest.LogCaptureFixture, level: int | None = logging.WARNING) -> list[str]:
+    """What the package's own logger says at `level`, or at any."""
+    return [record.getMessage() for record in logged(caplog, level)]
+
+
 def errors_logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """The records of FR-LOG-003; what else the server may say of a call at that level is its own business."""
-    errors = [r for r in caplog.records if r.name.startswith("apcore_mcp") and r.levelno == logging.ERROR]
-    return [r for r in errors if r.getMessage().startswith("Tool call error: ")]
+    return [each for each in logged(caplog, logging.ERROR) if each.getMessage().startswith("Tool call error: ")]
 
 
 def everything_logged(caplog: pytest.LogCaptureFixture) -> str:
     """All that any handler of the package's logger could write: messages, arguments, tracebacks."""
     formatter = logging.Formatter("%(message)s")
-    ours = [r for r in caplog.records if r.name.startswith("apcore_mcp")]
+    ours = logged(caplog)
     return "\n".join(f"{formatter.format(r)}\n{r.args!r}\n{r.exc_text}\n{r.exc_info!r}" for r in ours)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import io
 import json
-import logging
 import queue
 import re
 import threading
@@ -28,7 +27,7 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
-from support import DENIED, UNASKED, accept, asking, guarded, modern, text_of
+from support import DENIED, UNASKED, accept, asking, guarded, messages_logged, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler
 
@@ -78,7 +77,7 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
             lacks = (mode, approval, user) == (MODERN, "require", "cannot")
             refusal = UNASKED if (approval, user) == ("require", "cannot") else DENIED
             assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else refusal)
-            warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+            warned = messages_logged(caplog)
             let_through = "wipe is let through without approval: its user cannot be asked"
             assert [text for text in warned if "let through" in text] == [let_through] * ("warns" in happens)
 

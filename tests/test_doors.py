@@ -69,7 +69,9 @@ from support import (
     followed,
     initialize_params,
     listed,
+    logged,
     message,
+    messages_logged,
     modern,
     run,
     text_of,
@@ -403,7 +405,7 @@ def test_an_exported_client_entry_warns_of_what_its_server_would_lack(
     (extensions / "broken.py").write_text("def broken(:")
     assert main(["--extensions-dir", str(extensions), "--export", "client", *flags.split()]) == 0
     assert "mcpServers" in json.loads(capfd.readouterr().out)
-    (level, broken), *others = logged(caplog)
+    (level, broken), *others = lines_logged(caplog)
     assert level == "WARNING"
     assert broken.startswith(f"{extensions / 'broken.py'} is left out: SyntaxError: ")
     assert others == [("WARNING", reason) for reason in reasons]
@@ -442,7 +444,7 @@ def test_a_check_lists_what_would_be_served_and_fails_when_that_lacks_something(
     count = 1 if status and served else 0
     tools = "1 tool" if len(served) == 1 else f"{len(served)} tools"
     assert capfd.readouterr().out.splitlines() == [*served, f"{tools} would be served, {count} left out"]
-    told = [text for level, text in logged(caplog) if level == "WARNING"]
+    told = messages_logged(caplog)
     assert len(told) == (0 if warning is None else 1), told
     assert warning is None or warning in told[0]
 
@@ -633,10 +635,10 @@ def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.L
     caplog.set_level(logging.INFO, logger="apcore_mcp")
     with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
         started = "apcore-mcp server started: 2 tools registered, transport=streamable-http, at "
-        assert logged(caplog) == [("INFO", f"{started}{url}/mcp, explorer at {url}/explorer/")]
+        assert lines_logged(caplog) == [("INFO", f"{started}{url}/mcp, explorer at {url}/explorer/")]
     caplog.clear()
     with serving(registry_of(), transport="sse") as url:
-        assert logged(caplog) == [
+        assert lines_logged(caplog) == [
             ("WARNING", "No modules registered; server starting with zero tools"),
             ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
             ("INFO", f"apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
@@ -662,7 +664,7 @@ def test_a_start_with_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCap
         caplog.clear()
         with serving(source, **options):
             pass
-        told = [text for level, text in logged(caplog) if level == "WARNING"]
+        told = messages_logged(caplog)
         assert len(told) == len(expected), told
         assert all(text.startswith(start) for text, start in zip(told, expected, strict=True)), told
         assert not told or told[-1].endswith(nothing)
@@ -676,20 +678,20 @@ def test_more_tools_than_clients_take_are_told_in_one_line(caplog: pytest.LogCap
         caplog.clear()
         with serving(registry):
             to_openai_tools(registry)
-        lines = [text for level, text in logged(caplog) if level == "INFO" and "OpenAI" in text]
+        lines = [text for text in messages_logged(caplog, logging.INFO) if "OpenAI" in text]
         assert len(lines) == 2 * expected
         assert all(text.startswith("129 tools: ") for text in lines)
         assert all(option in text for text in lines for option in ("tags", "prefix", "exclude", "read_only", "search"))
         caplog.clear()
         with serving(registry, search=True):
             to_openai_tools(registry, search=True)
-        assert not [text for level, text in logged(caplog) if level == "INFO" and "OpenAI" in text]
+        assert not [text for text in messages_logged(caplog, logging.INFO) if "OpenAI" in text]
         if not expected:
             registry.register("t.last", FunctionalModule(echo))
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "apcore_mcp"]
+def lines_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in logged(caplog)]
 
 
 @pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")

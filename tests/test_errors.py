@@ -39,6 +39,7 @@ from support import (
     failure,
     gives,
     lines_of,
+    logged,
     modern,
     noting,
 )
@@ -257,7 +258,7 @@ async def test_a_traceback_is_indented_and_what_it_repeats_stays_on_its_line(
 
     async with connect({"demo.fail": fail}, output_formatter=formatted) as client:
         await client.call_tool("demo.fail", {"name": f"{FORGED}\nCRITICAL again"})
-    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    (record,) = logged(caplog, logging.ERROR)
     lines = traceback_of(record)
     assert "  Traceback (most recent call last):" in lines
     assert any("no file" in line for line in lines)
@@ -374,7 +375,7 @@ class Odd(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[str]:
+def protected() -> Iterator[str]:
     """A server with an ACL, a failing middleware and modules that call each other too often."""
     modules = {
         "shut.door": echo,
@@ -409,9 +410,9 @@ def guarded() -> Iterator[str]:
     ],
 )
 async def test_a_guard_of_the_executor_is_told_without_its_details(
-    guarded: str, tool: str, text: str, code: str, caplog: pytest.LogCaptureFixture
+    protected: str, tool: str, text: str, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with client_of(guarded) as client:
+    async with client_of(protected) as client:
         result = await client.call_tool(tool, {})
     assert failure(result, text)["error_type"].startswith(code)
     (record,) = errors_logged(caplog)

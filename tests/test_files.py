@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from apcore import Executor, Registry
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import ANYTHING, HANDSHAKE, MODULE, FunctionalModule, RawClient, connect, echo, serving
 from mcp.client import Client
-from support import exported_names, followed, run, text_of
+from support import exported_names, followed, messages_logged, run, text_of
 
 from apcore_mcp import discover, to_openai_tools
 from apcore_mcp.__main__ import main
@@ -177,8 +178,7 @@ async def test_a_class_with_dict_schemas_is_a_module_as_it_is_for_register(exten
 
 def left_out(caplog: pytest.LogCaptureFixture, folder: Path) -> list[str]:
     """The WARNINGs of ours, with the folder's path cut off."""
-    ours = [record for record in caplog.records if (record.name, record.levelname) == ("apcore_mcp", "WARNING")]
-    return [record.getMessage().replace(f"{folder}{os.sep}", "") for record in ours]
+    return [text.replace(f"{folder}{os.sep}", "") for text in messages_logged(caplog)]
 
 
 CLASS = """
@@ -271,7 +271,7 @@ def test_helpers_are_no_modules_and_nobody_is_warned_of_them(tmp_path: Path, cap
         (tmp_path / name).write_text(text)
     assert discover(tmp_path).list() == ["abstract", "base", "importing", "middle", "private"]
     assert left_out(caplog, tmp_path) == []
-    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    told = messages_logged(caplog, logging.INFO)
     assert [line.partition(" defines no module")[0] for line in told] == [
         str(tmp_path / "empty.py"), str(tmp_path / "helper.py"), str(tmp_path / "lone.py"),
     ]  # fmt: skip
@@ -622,7 +622,7 @@ async def test_servers_that_share_a_registry_run_each_file_once(
                 write(tmp_path / "hot.py", words)
                 await wait_until_shown(following, {"hot": words, "a.function": "yes"})
     assert (tmp_path / "runs").read_text() == "once "
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert messages_logged(caplog) == []
 
 
 SHAPES = """

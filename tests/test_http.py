@@ -47,7 +47,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
-from support import ACCEPT, answer, clog, handshake, initialize_params, message, modern, text_of
+from support import ACCEPT, answer, clog, handshake, initialize_params, message, messages_logged, modern, text_of
 
 from apcore_mcp import MCPServer, __version__, async_serve
 
@@ -398,7 +398,7 @@ def test_an_explorer_that_runs_tools_where_others_reach_it_is_a_warning(
     options: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(registry_of({"t.echo": echo}), **options):
-        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        warnings = messages_logged(caplog)
     assert [bool(warnings), "0.0.0.0" in "".join(warnings)] == [warned, warned]
 
 

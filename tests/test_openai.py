@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import UNASKED, subschemas
+from support import UNASKED, messages_logged, subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
@@ -40,10 +40,6 @@ def accepting(input_schema: Any) -> FunctionalModule:
 
 def names_of(tools: list[dict[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name.split(".")[0] == "apcore_mcp"]
 
 
 # ---- The list ----
@@ -387,9 +383,9 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCap
     registry = registry_of({**modules, "some.fine": accepting({"type": "object", "properties": fine})})
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
-        assert warnings_of(caplog) == [], "only strict mode warns"
+        assert messages_logged(caplog, None) == [], "only strict mode warns"
         assert len(to_openai_tools(registry, strict=True)) == len(UNSAYABLE) + 1
-    for text, module_id, (_, words) in zip(warnings_of(caplog), modules, UNSAYABLE, strict=True):
+    for text, module_id, (_, words) in zip(messages_logged(caplog, None), modules, UNSAYABLE, strict=True):
         assert module_id in text
         assert words in text
 
@@ -678,8 +674,8 @@ async def test_what_needs_approval_is_refused_unless_the_program_decides(
     """A program that runs a model's calls has no user to ask; a handler of the Executor's own decides before all."""
     registry = registry_of({"m.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))})
     assert await run_openai_call(registry, "m-run", {"a": 1}, **options) == text
-    logged = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len([message for message in logged if "without approval" in message]) == warnings
+    warnings_logged = messages_logged(caplog)
+    assert len([message for message in warnings_logged if "without approval" in message]) == warnings
     refusing = Executor(registry, approval_handler=AlwaysDenyHandler())
     assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == "Approval was denied"
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import DATA, INTEGER, STRING, check, failure, nested, one, subschemas
+from support import DATA, INTEGER, STRING, check, failure, messages_logged, nested, one, subschemas
 
 from apcore_mcp import to_openai_tools
 
@@ -339,7 +339,7 @@ async def test_one_circular_module_of_five_leaves_four_tools(caplog: pytest.LogC
             assert [tool.name for tool in (await client.list_tools()).tools] == ["m.a", "m.b", "m.c", "m.d"]
         assert (await client.call_tool("m.d", {"x": 1})).structured_content == {"x": 1}
         assert (await client.call_tool("m.circular", {})).is_error
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    (warning,) = messages_logged(caplog)
     assert "m.circular" in warning, "once"
     assert "A -> B -> A" in warning
 

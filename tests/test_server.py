@@ -1,6 +1,6 @@
 """One server in every protocol version: the same answers on every transport, resources, announcements, and how
 streams end (FR-SERVER-001, -002, FR-RESOURCE-*, FR-DYNAMIC-003, NFR-REL-001; design section 4). The shapes on the
-wire are MCP's.
+transport are MCP's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
 
 
-class Wire(NamedTuple):
+class Transport(NamedTuple):
     """A way to ask a server something, and the era it is asked in."""
 
     mode: str
@@ -62,16 +62,16 @@ class Wire(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def wires(endpoint: str) -> Iterator[list[Wire]]:
+def transports(endpoint: str) -> Iterator[list[Transport]]:
     """The examples' server on each transport in each era."""
     with RawClient(command()) as old, RawClient(command()) as new, httpx.Client(timeout=30) as http:
         old.initialize()
         _, headers = handshake(http, endpoint)
         yield [
-            Wire(HANDSHAKE, old.request),
-            Wire(MODERN, lambda method, params: new.request(method, enveloped(params))),
-            Wire(HANDSHAKE, lambda *asked: answer(http.post(endpoint, json=message(*asked), headers=headers))),
-            Wire(MODERN, lambda method, params: answer(http.post(endpoint, **modern(method, params)))),
+            Transport(HANDSHAKE, old.request),
+            Transport(MODERN, lambda method, params: new.request(method, enveloped(params))),
+            Transport(HANDSHAKE, lambda *asked: answer(http.post(endpoint, json=message(*asked), headers=headers))),
+            Transport(MODERN, lambda method, params: answer(http.post(endpoint, **modern(method, params)))),
         ]
 
 
@@ -92,27 +92,27 @@ FATES: list[tuple[str, dict[str, Any] | None, object, object]] = [  # of a reque
 ]
 
 
-def test_a_request_has_the_same_fate_on_every_transport(wires: list[Wire]) -> None:
+def test_a_request_has_the_same_fate_on_every_transport(transports: list[Transport]) -> None:
     for method, params, *told in FATES:
-        responses = [wire.request(method, params) for wire in wires]
+        responses = [transport.request(method, params) for transport in transports]
         fates = [response["error"]["code"] if "error" in response else "result" for response in responses]
         assert fates == told * 2, (method, params)
 
 
 def test_every_transport_and_era_lists_what_the_export_prints_and_only_2026_has_its_novelties(
-    wires: list[Wire],
+    transports: list[Transport],
 ) -> None:
     """A result of 2026 says its type, its server and, of a list, how long it keeps."""
     listing = subprocess.run(command("--export", "mcp"), cwd=ROOT, capture_output=True, check=True, timeout=30)
-    for wire in wires:
-        listed = wire.request("tools/list", None)["result"]
+    for transport in transports:
+        listed = transport.request("tools/list", None)["result"]
         assert listed["tools"] == json.loads(listing.stdout)
-        called, failed = (wire.request("tools/call", CALL | change)["result"] for change in ({}, {"arguments": {}}))
+        called, failed = (transport.request("tools/call", CALL | change)["result"] for change in ({}, {"arguments": {}}))
         assert (called["structuredContent"], failed["isError"]) == (MILES, True)
         for result in (listed, called, failed):
             stamp = result.get("_meta", {}).pop(f"{META}serverInfo", None)
             novelties = {key: result[key] for key in ("resultType", "ttlMs", "cacheScope") if key in result}
-            if wire.mode == HANDSHAKE:
+            if transport.mode == HANDSHAKE:
                 assert (stamp, novelties) == (None, {})
             else:
                 assert stamp["name"] == "apcore-mcp"

@@ -4,7 +4,6 @@ SERVER-011; design "Annotations", "Tool names").
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from apcore import FunctionModule, ModuleAnnotations, Registry
 from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp_types import Implementation
-from support import Size, StreamingModule, gives, listed, one, parsed, success_text
+from support import Size, StreamingModule, gives, listed, messages_logged, one, parsed, success_text
 
 from apcore_mcp import from_openai_call, to_openai_tools
 
@@ -126,7 +125,7 @@ async def test_a_module_that_cannot_be_read_is_left_out_by_name(caplog: pytest.L
     async with connect(registry) as client:
         assert await listed(client) == ["demo.a", "demo.z"]
         assert parsed(success_text(await client.call_tool("demo.z", {"a": 1}))) == {"a": 1}
-    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
+    warned = messages_logged(caplog)
     for name in ("demo.bad", "demo.gone", "demo.loop"):
         assert len([message for message in warned if name in message]) == 1
 
@@ -230,7 +229,7 @@ async def test_an_alias_that_is_not_its_own_is_not_used(
             assert names == [name.rstrip("!") for name in named]
         for module_id, name in zip(modules, names, strict=True):
             assert parsed(success_text(await client.call_tool(name, {}))) == {"i_am": module_id}
-    warned = [r.getMessage() for r in caplog.records if r.name == "apcore_mcp" and r.levelno == logging.WARNING]
+    warned = messages_logged(caplog)
     refused = [name.rstrip("!") for name in named if name.endswith("!")]
     assert [module_id for module_id in modules for text in warned if f"module {module_id} " in text] == refused
 
@@ -246,7 +245,7 @@ async def test_an_alias_is_given_up_and_taken_back_as_other_modules_come_and_go(
         assert "i_am" not in parsed(success_text(await client.call_tool("x", {})))
         registry.register("other", FunctionalModule(echo))
         assert await listed(client) == ["a.b", "other", "x"]
-        assert len([r for r in caplog.records if "a.b" in r.getMessage() and r.levelno == logging.WARNING]) == 1
+        assert len([text for text in messages_logged(caplog) if "a.b" in text]) == 1
         registry.unregister("x")
         assert await listed(client) == ["x", "other"]
 
