@@ -1,6 +1,6 @@
 """One server in every protocol version: the same answers on every transport, resources, announcements, and how
 streams end (FR-SERVER-001, -002, FR-RESOURCE-*, FR-DYNAMIC-003, NFR-REL-001; design section 4). The shapes on the
-transport are MCP's.
+wire are MCP's.
 """
 
 from __future__ import annotations
