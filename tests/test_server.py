@@ -107,7 +107,9 @@ def test_every_transport_and_era_lists_what_the_export_prints_and_only_2026_has_
     for transport in transports:
         listed = transport.request("tools/list", None)["result"]
         assert listed["tools"] == json.loads(listing.stdout)
-        called, failed = (transport.request("tools/call", CALL | change)["result"] for change in ({}, {"arguments": {}}))
+        called, failed = (
+            transport.request("tools/call", CALL | change)["result"] for change in ({}, {"arguments": {}})
+        )
         assert (called["structuredContent"], failed["isError"]) == (MILES, True)
         for result in (listed, called, failed):
             stamp = result.get("_meta", {}).pop(f"{META}serverInfo", None)
