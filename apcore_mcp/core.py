@@ -383,6 +383,7 @@ _CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # other keywords describe
 _OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
 
 _Model = type(BaseModel)  # the metaclass of pydantic's models
+_PYDANTIC_NAMES = GenerateJsonSchema()  # makes titles and the names of definitions
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # Keywords that say where references lead, and the dialect: without meaning once references are inlined.
 _FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
@@ -503,10 +504,11 @@ class _SchemaConverter:
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says.
     ValueError for a schema that the metaschema refuses, for one that refers to itself or has references inside
     references more than 32 deep, and for a result of more than 50,000 schemas; KeyError for a reference to nothing.
-    `is_model` says that pydantic wrote the schema and checks values by it."""
+    `pydantic_type` is the type that pydantic wrote the schema of and checks values by, if it did. The titles that it
+    makes of the names of fields and classes say nothing and are left out; an author's own are kept."""
 
-    def __init__(self, is_model: bool = False) -> None:
-        self._is_model = is_model
+    def __init__(self, pydantic_type: Any = None) -> None:
+        self._pydantic_type = pydantic_type
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
@@ -514,7 +516,9 @@ class _SchemaConverter:
         self._depth = 0  # of the innermost reference so far
         self._targets: dict[int, tuple[JSONSchema, int, int]] = {}  # written out, with their nodes and their depth
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
-        return self._visit(schema, resolver, ["#"])
+        inlined = self._visit(schema, resolver, ["#"])
+        self._drop_class_name(inlined, getattr(self._pydantic_type, "__name__", ""))
+        return inlined
 
     def _visit(self, node: Any, resolver: Any, opened: list[str]) -> JSONSchema:
         """Copy `node`, with `{}` for `true` and `{"not": {}}` for `false`, as MCP wants objects. `opened` are the
@@ -523,7 +527,7 @@ class _SchemaConverter:
             return {} if node else {"not": {}}
         self._count(1, len(opened))
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        if self._is_model and ("pattern" in result or "patternProperties" in result):
+        if self._pydantic_type is not None and ("pattern" in result or "patternProperties" in result):
             result = _with_readable_patterns(result)
         _NODE.validate_python(result, strict=True)
         result = _map_subschemas(result, lambda inner: self._visit(inner, resolver, opened))
@@ -534,6 +538,10 @@ class _SchemaConverter:
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
+        if self._pydantic_type is not None:
+            for name, field in _properties(result).items():
+                if field.get("title") == _PYDANTIC_NAMES.get_title_from_name(name):
+                    del field["title"]
         for keyword in ("default", "examples"):
             # A marked value's would be a secret, and one that JSON cannot say would cost the tool its module.
             if keyword in result and (not _is_json(result[keyword]) or _marks_sensitive(result)):
@@ -558,9 +566,18 @@ class _SchemaConverter:
         depth_before = self._depth
         self._depth = 0
         schema = self._visit(target.contents, target.resolver, [*opened, ref])
+        self._drop_class_name(schema, posixpath.basename(ref))
         self._targets[key] = (schema, self._nodes - nodes_before, self._depth - len(opened))
         self._depth = max(self._depth, depth_before)
         return schema
+
+    def _drop_class_name(self, schema: JSONSchema, name: str) -> None:
+        """Delete the title of a class's schema where it is the class's name, which is all of `name` or, where two
+        classes have the same, a part of it: `shop__models__Order__1`."""
+        if self._pydantic_type is not None and "title" in schema:
+            title = _PYDANTIC_NAMES.normalize_name(schema["title"])
+            if f"__{title}__" in f"__{_PYDANTIC_NAMES.normalize_name(name)}__":
+                del schema["title"]
 
     def _count(self, nodes: int, depth: int) -> None:
         """Add `nodes` schemas to the result, the innermost of them inside `depth` references, the root counted too."""
@@ -645,9 +662,9 @@ class _AnySchema(GenerateJsonSchema):
         return {}
 
 
-def _is_pydantic(declared: Any) -> bool:
-    """Whether pydantic describes and checks what is `declared`: a model, or the `dict[str, ...]` of a function."""
-    return isinstance(declared, _Model) or get_origin(declared) is dict
+def _pydantic_type(declared: Any) -> Any:
+    """`declared` if it is a type that pydantic describes, a model or the `dict[str, ...]` of a function; else None."""
+    return declared if isinstance(declared, _Model) or get_origin(declared) is dict else None
 
 
 def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
@@ -656,7 +673,7 @@ def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
     Dict schemas and most models have one, as apcore `described` it. A model with aliases, computed or excluded fields
     or serializers, and a `dict[str, ...]` that a function has `declared`, have four: as validated and as serialised,
     by alias and by name."""
-    if not _is_pydantic(declared):
+    if _pydantic_type(declared) is None:
         return [described]
     is_model = isinstance(declared, _Model)
     adapter = TypeAdapter[Any](declared, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
@@ -668,10 +685,10 @@ def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
     return [described, serialized, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
 
 
-def _input_schema(schema: JSONSchema, is_model: bool = False) -> JSONSchema:
+def _input_schema(schema: JSONSchema, pydantic_type: Any = None) -> JSONSchema:
     """A module's arguments as a self-contained object schema (FR-SCHEMA-001, -003, -004, -006): `{}` becomes
     `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
-    inlined = _SchemaConverter(is_model).inline(schema) or {"properties": {}}
+    inlined = _SchemaConverter(pydantic_type).inline(schema) or {"properties": {}}
     if not _admits_object(inlined):
         raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
     return {**inlined, "type": "object"}
@@ -805,6 +822,31 @@ _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_d
 _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
 
+# Where the first paragraph of a docstring ends without an empty line: what apcore takes for the head of a section.
+_SECTION = re.compile(r":\w|(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?|Warnings?)\s*:")
+
+
+def _description_of(descriptor: ModuleDescriptor, module: Any) -> str:
+    """A module's description. For a function, apcore takes the first line of the docstring, which may end inside a
+    sentence: then it is the first paragraph, in one line."""
+    if isinstance(module, FunctionModule):
+        lines = (inspect.getdoc(_function_of(module)) or "").splitlines()
+        paragraph = [*itertools.takewhile(lambda line: line.strip() and not _SECTION.match(line), lines)]
+        if paragraph and paragraph[0].strip() == descriptor.description:
+            return " ".join(line.strip() for line in paragraph)
+    return descriptor.description
+
+
+def _tags_of(descriptor: ModuleDescriptor, module: Any) -> list[str]:
+    """The tags of a module, those that its definition has (from a `_meta.yaml`) and its own, as apcore's registry looks
+    for them. ValueError where they are not texts."""
+    own_tags = getattr(module, "tags", None) or []
+    tags = [*descriptor.tags, *own_tags] if isinstance(own_tags, list | tuple | set | frozenset) else [own_tags]
+    if isinstance(own_tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ValueError(f"its tags are no list of texts: {own_tags!r}")
+    return [*dict.fromkeys(tags)]
+
+
 class _AnnotationMapper:
     """Say what apcore knows of one module in the words of MCP and OpenAI.
 
@@ -812,19 +854,20 @@ class _AnnotationMapper:
     or the module's, and a paragraph for what else is there for agents each. `alias` is what the overlay calls it, and
     `page` the HTML in which hosts of MCP Apps show its results ("" without one)."""
 
-    def __init__(self, descriptor: ModuleDescriptor, display: Any) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: ModuleDescriptor, module: Any) -> None:
+        self._version = descriptor.version
+        self.tags = _tags_of(descriptor, module)
         self.annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
         overlay: JSONObject = {}
         with suppress(KeyError, TypeError):  # in apcore's metadata any word may mean anything
-            overlay = {**(metadata.get("display") or display)["mcp"]}
+            overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         page = overlay.get("page")
         self.page = _text_of(page) if isinstance(page, str) else ""
         self.page_uri = f"ui://{descriptor.module_id}"
-        paragraphs = [overlay.get("description") or descriptor.description]
+        paragraphs = [overlay.get("description") or _description_of(descriptor, module)]
         advice = {"Guidance": overlay.get("guidance")}
         for title in _FOR_AGENTS:
             advice[title] = metadata.get(f"x-{title.lower().replace(' ', '-')}")
@@ -836,17 +879,17 @@ class _AnnotationMapper:
         self.description = "\n\n".join(paragraphs).strip()
 
     def to_mcp(self) -> JSONObject:
-        """What a tool's definition says beside its name and schemas (SRS FR-ANNOT-001 to -006)."""
+        """What a tool's definition says beside its name and schemas (FR-ANNOT-001 to -006)."""
         # To apcore anything is true or false, to clients only those two are.
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
         flags = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
-        meta = {**flags, "apcore/version": self._descriptor.version, "apcore/tags": self._descriptor.tags}
+        meta = {**flags, "apcore/version": self._version, "apcore/tags": self.tags}
         if self.page:
             meta["ui"] = {"resourceUri": self.page_uri}
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
-        r"""What differs from the defaults, for a function's description (SRS FR-ANNOT-007):
+        r"""What differs from the defaults, for a function's description (FR-ANNOT-007):
         `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does."""
         different = []
         for name in _SUFFIX_FIELDS:
@@ -864,37 +907,38 @@ class _Tool:
         self.descriptor = descriptor
         self.module_id = descriptor.module_id
         self.documentation = _text_of(descriptor.documentation or "")
-        self.about = _AnnotationMapper(descriptor, getattr(module, "display", None))
+        self.about = _AnnotationMapper(descriptor, module)
         self.name = self.about.alias
         self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
         self.is_closed = (  # a function that takes no other arguments than those of its schema
             isinstance(module, FunctionModule)
             and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
         )
-        inputs = _input_schema(descriptor.input_schema, isinstance(self.model, _Model))
-        if self.is_closed:
-            inputs["additionalProperties"] = False
-        declared = _declared_output(module)
-        outputs = self._outputs(_forms(declared, descriptor.output_schema), _is_pydantic(declared))
+        outputs = self._outputs(_declared_output(module))
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # to redact results by
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
-        definition = {**self.about.to_mcp(), "inputSchema": inputs}
+        promise = _promise_of_all(outputs)
+        definition = {**self.about.to_mcp(), "inputSchema": self._inputs()}
         # Codex shows its model the structured content instead of the content: with both, files would be lost.
-        if outputs and outputs[0] and not self.marks and not self.media:
-            promise = _promise(outputs[0])
-            if _admits_object(promise):
-                # Of what has several forms no more is sure.
-                definition["outputSchema"] = {**(promise if len(outputs) == 1 else {}), "type": "object"}
-        # One tool that JSON cannot say, or nests too deeply for a parser where it stands, would break the whole list.
-        self._definition: JSONObject = _plain([[[definition]]])[0][0][0]
+        if promise and not self.marks and not self.media:
+            definition["outputSchema"] = promise
+        self._definition = _as_listed(definition)
         self.input_schema = self._definition["inputSchema"]
         self.output_schema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
         self.resources = self._resources()
 
-    def _outputs(self, forms: list[JSONSchema], is_model: bool) -> list[JSONSchema]:
-        """What is known of results in each of their `forms`; nothing where one refers to itself (SRS FR-SCHEMA-005)."""
+    def _inputs(self) -> JSONSchema:
+        """The schema of the arguments, as it is advertised."""
+        schema = _input_schema(self.descriptor.input_schema, _pydantic_type(self.model))
+        if self.is_closed:
+            schema["additionalProperties"] = False
+        return schema
+
+    def _outputs(self, declared: Any) -> list[JSONSchema]:
+        """The schemas of each form that results may have; none where one refers to itself (FR-SCHEMA-005)."""
+        forms = _forms(declared, self.descriptor.output_schema)
         try:
-            return [_SchemaConverter(is_model).inline(form) for form in forms]
+            return [_SchemaConverter(_pydantic_type(declared)).inline(form) for form in forms]
         except _Unconvertible as error:
             if any(map(_marks_sensitive, forms)):
                 raise
@@ -902,7 +946,7 @@ class _Tool:
             return []
 
     def _resources(self) -> list[tuple[JSONObject, JSONObject]]:
-        """The tool's documentation (SRS FR-RESOURCE-001) and its page (MCP Apps), each as `resources/list` describes it
+        """The tool's documentation (FR-RESOURCE-001) and its page (MCP Apps), each as `resources/list` describes it
         and as `resources/read` sends it."""
         resources = []
         if self.documentation:
@@ -916,31 +960,39 @@ class _Tool:
         return resources
 
     def _resource(self, uri: str, media_type: str) -> JSONObject:
-        return {"uri": uri, "name": self.module_id, **self.about.title, "mimeType": media_type}
+        title = self.descriptor.name or self.module_id
+        return {"uri": uri, "name": self.module_id, "title": title, "mimeType": media_type}
 
     def name_as(self, names: str) -> str:
         """The tool's name in MCP, with `names` as the option `tool_names`."""
         return _portable_name(self.name) if names == "portable" else self.name
 
     def definition(self, names: str) -> JSONObject:
-        """The tool as MCP's `tools/list` sends it (SRS FR-SERVER-011), with `names` as the option `tool_names`."""
+        """The tool as MCP's `tools/list` sends it (FR-SERVER-011), with `names` as the option `tool_names`."""
         return {"name": self.name_as(names), **self._definition}
+
+
+def _as_listed(definition: JSONObject) -> JSONObject:
+    """A copy of a tool's definition in plain JSON types. ValueError where a parser could not read it in its place in
+    the answer to `tools/list`, for its depth or for what JSON cannot say: it would cost a client the whole list."""
+    answer: JSONObject = _plain({"result": {"tools": [definition]}})
+    return cast(JSONObject, answer["result"]["tools"][0])
 
 
 def _media(*schemas: JSONSchema) -> dict[str, str]:
     """The properties that are files, with their media types: strings of base64 that have one."""
-    found: dict[str, str] = {}
-    for view in _views(*schemas):
-        for name, field in _properties(view).items():
-            for said in _views(field):
-                if said.get("contentEncoding") == "base64" and "contentMediaType" in said:
-                    found.setdefault(name, said["contentMediaType"])
-    return found
+    media_types: dict[str, str] = {}
+    for schema in _views(*schemas):
+        for name, field in _properties(schema).items():
+            for part in _views(field):
+                if part.get("contentEncoding") == "base64" and "contentMediaType" in part:
+                    media_types.setdefault(name, part["contentMediaType"])
+    return media_types
 
 
-# What an output schema says of a result: what still holds where less is said inside, and means the same to AJV, which
-# TypeScript clients use: that reads draft 7, stops at Python's everyday patterns, checks formats in another sense, and
-# finds 1.13 no multiple of 0.01. Lengths are those of other texts than the one that is sent (bytes, secrets).
+# The keywords of a module's output schema that are advertised. AJV, which TypeScript clients use, has to read them as
+# Python does: it reads draft 7, stops at patterns that are everyday Python, checks formats in another sense, and finds
+# 1.13 no multiple of 0.01. Limits of length hold for other texts than those that are sent (bytes, secrets).
 _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
     " exclusiveMinimum exclusiveMaximum minItems maxItems title description default examples deprecated".split()
@@ -948,17 +1000,26 @@ _PROMISED = frozenset(
 
 
 def _promise(schema: JSONSchema) -> JSONSchema:
-    """What holds by `schema` of a value as it is sent: never stricter than that."""
-    said = {key: value for key, value in schema.items() if key in _PROMISED}
-    if "prefixItems" in schema:
-        said.pop("items", None)
+    """What holds of each value that is sent by `schema`: never stricter than `schema` itself."""
+    promise = {key: value for key, value in schema.items() if key in _PROMISED}
+    if "prefixItems" in schema:  # AJV, by draft 7, would hold `items` against all of them
+        promise.pop("items", None)
     if "patternProperties" in schema or schema.get("additionalProperties") is False:
-        said.pop("additionalProperties", None)
-    if "oneOf" in said:  # where less is said of each variant, more than one may hold
-        said["anyOf"] = said.pop("oneOf")
-    promise = _map_subschemas(said, _promise)
-    # Nobody holds a default against its field, `size: int = None`.
+        promise.pop("additionalProperties", None)
+    if "oneOf" in promise:  # without the keywords that are left out, a value may fit several branches
+        promise["anyOf"] = promise.pop("oneOf")
+    promise = _map_subschemas(promise, _promise)
+    # A default need not fit its field, as in `size: int = None`: pydantic and apcore do not check it.
     return _nullable(promise) if schema.get("default", promise) is None else promise
+
+
+def _promise_of_all(outputs: list[JSONSchema]) -> JSONSchema:
+    """What is advertised of results that each fit one of `outputs`; `{}` where that is no object. Of several schemas,
+    no more is sure than that."""
+    promise = _promise(outputs[0]) if outputs and outputs[0] else {"type": "null"}
+    if not _admits_object(promise):
+        return {}
+    return {**(promise if len(outputs) == 1 else {}), "type": "object"}
 
 
 # ---- Results: a module's output as an MCP result; pure ----
@@ -993,7 +1054,7 @@ def _with_numbers(value: Any, *schemas: JSONSchema) -> Any:
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
     """A module's output, redacted: as JSON text, the same value in plain types, and its files as MCP content.
 
-    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (SRS FR-EXEC-002). ModuleError
+    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (FR-EXEC-002). ModuleError
     OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for a file that is not base64."""
     try:
         if _has_decimal(output):
@@ -1009,17 +1070,21 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
 def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
     """Take the files out of `value`, as MCP content; ValueError where one is no base64."""
     files: list[JSONObject] = []
-    for name, kind in tool.media.items():
+    for name, media_type in tool.media.items():
         if value.get(name) == REDACTED_VALUE:
             continue
         # Pydantic writes the alphabet of URLs, MCP reads the standard one.
-        data = (value.pop(name, None) or "").replace("-", "+").replace("_", "/")
-        base64.b64decode(data, validate=True)
-        family = kind.split("/")[0]
+        encoded = (value.pop(name, None) or "").replace("-", "+").replace("_", "/")
+        data = base64.b64decode(encoded, validate=True)
+        family = media_type.split("/")[0]
         if data and family in ("image", "audio"):
-            files.append({"type": family, "data": data, "mimeType": kind})
+            files.append({"type": family, "data": encoded, "mimeType": media_type})
         elif data:
-            resource = {"uri": f"media://{tool.module_id}/{quote(name)}", "mimeType": kind, "blob": data}
+            resource = {"uri": f"media://{tool.module_id}/{quote(name)}", "mimeType": media_type, "blob": encoded}
+            if family == "text":
+                with suppress(UnicodeDecodeError):  # in another encoding it stays a blob
+                    resource["text"] = data.decode()
+                    del resource["blob"]
             files.append({"type": "resource", "resource": resource})
     return files
 
@@ -1763,8 +1828,7 @@ class _ToolCatalog:
             descriptor = self._registry.get_definition(module_id)
             if descriptor is None:
                 raise ValueError("the registry has no definition of it")
-            tags = [*descriptor.tags, *(getattr(module, "tags", None) or ())]
-            if not all(tag in tags for tag in options.tags or ()):
+            if not {*_tags_of(descriptor, module)}.issuperset(options.tags or ()):
                 return None
             if options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
                 return None
@@ -2780,7 +2844,7 @@ def _approval_question(request: ApprovalRequest) -> str:
     module = registry.get(request.module_id)
     definition = registry.get_definition(request.module_id)
     lines = [f"Let {request.module_id} run?"]
-    description = _AnnotationMapper(definition, getattr(module, "display", None)).description
+    description = _AnnotationMapper(definition, module).description
     if description:
         lines.append(_first_sentence(description))
     if request.annotations.destructive:
@@ -2808,7 +2872,7 @@ def _approval_question(request: ApprovalRequest) -> str:
 def _marks_or_all(schema: JSONSchema) -> JSONSchema:
     """The marks of `schema`; of one that marks something and refers to itself, the whole is marked."""
     try:  # as a model's: a pattern that Python cannot compile hides nothing
-        return _marks(_SchemaConverter(is_model=True).inline(schema)) if _marks_sensitive(schema) else {}
+        return _marks(_SchemaConverter(BaseModel).inline(schema)) if _marks_sensitive(schema) else {}
     except (ValueError, KeyError):
         return {"x-sensitive": True}
 

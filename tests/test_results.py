@@ -76,6 +76,24 @@ async def test_the_media_type_decides_on_the_kind_of_content() -> None:
                 assert (part.mime_type, part.data) == (media_type, data)
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [("a,é\r\n1,2".encode(), "a,é\r\n1,2"), (b"\xff\xfe", None), ("é".encode("latin-1"), None)],
+)
+async def test_a_file_of_text_is_sent_as_text_where_it_is_utf_8(data: bytes, text: str | None) -> None:
+    """No agent reads base64."""
+    encoded = base64.b64encode(data).decode()
+    for media_type in ("text/csv", "text/plain; charset=utf-8"):
+        module = drawing({"file": encoded}, {"file": base64_of(media_type)})
+        async with connect({"t.export": module}) as client:
+            _, part = (await client.call_tool("t.export", {})).content
+        assert (part.resource.uri, part.resource.mime_type) == ("media://t.export/file", media_type)
+        if text is None:
+            assert part.resource.blob == encoded
+        else:
+            assert part.resource.text == text
+
+
 OPTIONAL = {"properties": {"file": {"anyOf": [base64_of("image/png"), {"type": "null"}]}}, "required": ["n"]}
 ONE_VARIANT = {"properties": {"file": base64_of("image/png")}, "required": ["file"]}
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import enum
 import json
 import logging
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import pytest
 from conftest import FunctionalModule, connect, echo, registry_of
@@ -19,11 +20,12 @@ from generated import QUICK, models, mutations
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from support import DATA, INTEGER, STRING, check, failure, messages_logged, nested, one, subschemas
 
 from apcore_mcp import to_openai_tools
 
+T = TypeVar("T")
 POINT = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"]}
 TO_POINT = {"$ref": "#/$defs/Point"}
 NEVER: dict[str, Any] = {"not": {}}
@@ -482,6 +484,62 @@ def test_a_module_with_an_illegal_output_schema_is_left_out_by_name(caplog: pyte
 # ---- Real models ----
 
 
+class Kind(enum.Enum):
+    SMALL = "small"
+
+
+class Item(BaseModel):
+    item_id: int
+    kind: Kind
+
+
+class Page(BaseModel, Generic[T]):
+    items: list[T]
+
+
+class Titled(BaseModel):
+    model_config = ConfigDict(title="An order")
+    order_id: int
+    customerName: str = Field(title="Who orders")
+    title: str
+    first: Item
+    pages: Page[Item] | None = None
+    shipped_on: str = Field("", alias="shippedOn")
+
+
+class Plain(Titled):
+    model_config = ConfigDict(title=None)
+
+
+def titles_of(schema: Any) -> list[str]:
+    return [part["title"] for part in subschemas(schema) if isinstance(part.get("title"), str)]
+
+
+def without_titles(schema: Any) -> Any:
+    untitled = copy.deepcopy(schema)
+    for part in subschemas(untitled):
+        if isinstance(part.get("title"), str):
+            del part["title"]
+    return untitled
+
+
+async def test_titles_that_pydantic_makes_of_names_are_left_out_and_an_authors_own_are_not() -> None:
+    modules = {
+        "t.titled": FunctionalModule(echo, input_schema=Titled, output_schema=Titled),
+        "t.plain": FunctionalModule(echo, input_schema=Plain, output_schema=Item),
+        "t.dict": FunctionalModule(echo, input_schema=Plain.model_json_schema()),
+    }
+    registry = registry_of(modules)
+    async with connect(registry) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+    assert sorted(titles_of(tools["t.titled"].input_schema)) == ["An order", "Who orders"]
+    assert titles_of(tools["t.titled"].output_schema) in ([], ["An order", "Who orders"])
+    assert titles_of(tools["t.plain"].input_schema) == ["Who orders"]
+    assert titles_of(tools["t.plain"].output_schema) == []
+    assert tools["t.plain"].input_schema["properties"]["title"] == {"type": "string"}
+    assert len(titles_of(tools["t.dict"].input_schema)) > 5, "an author's own, as FR-SCHEMA-001 has it"
+
+
 @pytest.mark.requirement("FR-SCHEMA-006")
 @QUICK
 @given(st.data())
@@ -490,7 +548,7 @@ def test_the_schema_of_a_real_model_accepts_the_same_values_as_before(data: st.D
     declared = model.model_json_schema()
     before, after = Draft202012Validator(declared), Draft202012Validator(check(declared))
     registry = registry_of({"a.model": FunctionalModule(echo, input_schema=model)})
-    assert to_openai_tools(registry)[0]["function"]["parameters"] == after.schema
+    assert to_openai_tools(registry)[0]["function"]["parameters"] == without_titles(after.schema)
     for _ in range(4):
         value = data.draw(values).plain
         assert before.is_valid(value)

@@ -275,7 +275,7 @@ async def test_every_listed_module_with_documentation_is_a_resource_and_nothing_
             assert raised.value.error.code == (-32602 if mode == MODERN else -32002)
             assert raised.value.error.data == {"uri": uri}
     assert [(r.uri, r.name, r.title, r.mime_type) for r in listed] == [
-        ("docs://image.crop", "image.crop", None, "text/plain"),
+        ("docs://image.crop", "image.crop", "image.crop", "text/plain"),
         ("docs://image.resize", "image.resize", "Resize", "text/plain"),
     ]
     assert [[(c.uri, c.mime_type, c.text) for c in contents] for contents in read] == [

@@ -99,6 +99,85 @@ async def test_what_authors_and_operators_wrote_for_agents_reaches_them() -> Non
     assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
 
 
+def summary() -> None:
+    """Move an order to another day, which fails for
+    orders that have been sent.
+
+    Not told."""
+
+
+def google(day: int) -> None:
+    """Move an order
+    to another day.
+    Args:
+        day: The new day.
+    """
+
+
+def sphinx(day: int) -> None:
+    """Move an order
+    to another day.
+    :param day: The new day.
+    """
+
+
+def one_line() -> None:
+    """Move an order."""
+
+
+def nothing() -> None: ...
+
+
+DESCRIBED: list[tuple[Any, dict[str, Any], str]] = [
+    (summary, {}, "Move an order to another day, which fails for orders that have been sent."),
+    (google, {}, "Move an order to another day."),
+    (sphinx, {}, "Move an order to another day."),
+    (one_line, {}, "Move an order."),
+    (nothing, {}, "Module nothing"),
+    (summary, {"description": "Own."}, "Own."),
+    (summary, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
+]
+"""A function, what `@module` was given, and how the tool is described."""
+
+
+async def test_a_function_is_described_by_the_first_paragraph_of_its_docstring() -> None:
+    """apcore takes its first physical line, which may end in the middle of a sentence."""
+    registry = registry_of({
+        f"t.m{number}": FunctionModule(function, f"t.m{number}", **options)
+        for number, (function, options, _) in enumerate(DESCRIBED)
+    })  # fmt: skip
+    expected = [description for _, _, description in DESCRIBED]
+    async with connect(registry) as client:
+        assert [tool.description for tool in (await client.list_tools()).tools] == expected
+    assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
+
+
+@pytest.mark.parametrize("tags", [["a", "b"], ("b", "a", "b"), {"b"}, [], None], ids=str)
+async def test_the_tags_that_are_listed_are_those_that_choose_modules(tags: Any) -> None:
+    """apcore's definition has the tags of `_meta.yaml`, or of a list; its registry looks at the module's as well."""
+    registry = Registry()
+    registry.register("t.m", FunctionalModule(echo, tags=tags), metadata={"tags": ["c"]})
+    expected = {"c", *(tags or ())}
+    async with connect(registry, tags=[*expected]) as client:
+        (tool,) = (await client.list_tools()).tools
+    assert tool.meta is not None
+    listed_tags = tool.meta["apcore/tags"]
+    assert len(listed_tags) == len(expected)
+    assert {*listed_tags} == expected
+
+
+@pytest.mark.parametrize("tags", [[["a"]], [{"a": 1}, "public"], ["public", 1], "public", 7], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tags": ["public"]}], ids=["all", "public"])
+async def test_tags_that_are_no_list_of_texts_leave_out_their_module_by_name(
+    tags: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    good = FunctionalModule(echo, tags=["public"])
+    async with connect({"t.odd": FunctionalModule(echo, tags=tags), "t.good": good}, **options) as client:
+        assert await listed(client) == ["t.good"]
+    (warning,) = messages_logged(caplog)
+    assert warning.startswith("Module t.odd is left out: ValueError: its tags are no list of texts")
+
+
 @pytest.mark.requirement("FR-SERVER-011")
 async def test_there_is_one_tool_for_each_module() -> None:
     names = [f"demo.m{number:03}" for number in range(100)]
