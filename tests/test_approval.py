@@ -1,4 +1,4 @@
-"""Calls that need approval: who is asked, what is shown, who decides (FR-ANNOT-006; design "Approval")."""
+"""Calls that need approval: who is asked, what is shown, who decides (FR-ANNOT-006)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One running call: how it is made, what is told and asked meanwhile, how it ends, and what it leaves behind (FR-
-EXEC-*, FR-EXT-*; design "Elicitation", "Progress and streaming", "Cancellation").
+EXEC-*, FR-EXT-*).
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def test_a_stopping_server_cancels_what_still_runs_after_the_grace_period(caplog
                 await cancel(call)
 
     with_clock(story)
-    assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # design: "no traceback"
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # no traceback
 
 
 @pytest.mark.parametrize("where", ["work", "above", "alone"])

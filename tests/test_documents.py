@@ -1,4 +1,4 @@
-"""`--export markdown` (design "Command line"; tool document specification, section 3): eight sections for each tool."""
+"""`--export markdown`: eight sections for each tool."""
 
 from __future__ import annotations
 

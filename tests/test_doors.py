@@ -1,5 +1,5 @@
 """The command line, `serve()`, `MCPServer` and `async_serve()`, from their start to their end (FR-CLI-*, FR-
-SERVER-002 to -006, FR-LOG-*, NFR-REL-001; design "Doors", "Shutdown", "Command line").
+SERVER-002 to -006, FR-LOG-*, NFR-REL-001).
 """
 
 from __future__ import annotations
@@ -915,7 +915,7 @@ async def test_async_serve_that_is_cancelled_while_it_starts_leaves_nothing() ->
 
 
 async def test_apcores_client_is_served_with_its_own_executor_at_every_door() -> None:
-    """Or anything else whose `executor` is one (design, "Doors")."""
+    """Or anything else whose `executor` is one."""
     application = APCore()
     seen: list[str] = []
     application.use_before(lambda module_id, inputs, context: seen.append(module_id))

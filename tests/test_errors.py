@@ -1,7 +1,6 @@
-"""What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002, SRS 7.5.
+"""What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002.
 
-The design page (section 3: "Errors", "Validation", "Only listed tools can be called") adds the report in `_meta`, the
-advice of a module's author, and what of `x-sensitive` arguments may be seen. Real registry, Executor, server, client.
+Also the report in `_meta`, the advice of a module's author, and what of `x-sensitive` arguments may be seen. Real registry, Executor, server, client.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def raising(make: Callable[[], BaseException], *, awaits: bool = False, **attrib
     return FunctionalModule(fail_later if awaits else fail, **attributes)
 
 
-# ---- The table of SRS 7.5: errors of apcore that a module raises ----
+# ---- The table of sentences: errors of apcore that a module raises ----
 
 WIDTH = {"field": "width", "code": "int_type", "message": "Input should be a valid integer"}
 NESTED = {"field": "parameters.width", "code": "missing", "message": "Field required"}

@@ -1,4 +1,4 @@
-"""The files of modules: found, loaded, loaded again, gone (FR-CLI-002, F-015; design "Discovery", "Dynamic")."""
+"""The files of modules: found, loaded, loaded again, gone (FR-CLI-002, F-015)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The HTTP transports: who is let in, what is refused before anything runs, how calls and servers end.
 
-Demanded by FR-SERVER-002 and -003, FR-TRANSPORT-003 and -004, NFR-PERF-004, NFR-REL-001, design §3 "HTTP", "Hosts",
-"Cancellation" and "Shutdown", and §4; `/health` by FR-HEALTH-001 and -002, `/metrics` by F-021 and F-022.
+Demanded by FR-SERVER-002 and -003, FR-TRANSPORT-003 and -004, NFR-PERF-004, NFR-REL-001;
+`/health` by FR-HEALTH-001 and -002, `/metrics` by F-021 and F-022.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Modules as OpenAI tool definitions, and a model's call back as a module's inputs.
 
-Demanded by SRS FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-003, tech design 8.3, and the design's
-"OpenAI names" and "Strict mode".
+Demanded by FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-003.
 """
 
 from __future__ import annotations
@@ -253,7 +252,7 @@ def strict_parameters(schema: Any) -> dict[str, Any]:
 
 @pytest.mark.requirement("FR-OPENAI-003")
 def test_strict_mode_follows_the_worked_example() -> None:
-    """Tech design 8.3, Example 1, word for word."""
+    """The worked example of the specification, word for word."""
     resize = {
         "type": "object",
         "title": "ImageResizeInput",

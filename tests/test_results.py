@@ -1,5 +1,5 @@
-"""What a module's answer becomes: JSON text, structured content, files (FR-EXEC-002, FR-SCHEMA-005; design "What a
-module gives", "Media"). Real registry, Executor, server and client.
+"""What a module's answer becomes: JSON text, structured content, files (FR-EXEC-002, FR-SCHEMA-005). Real registry,
+Executor, server and client.
 """
 
 from __future__ import annotations

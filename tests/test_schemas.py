@@ -1,6 +1,6 @@
 """A module's schemas as its clients see them: self-contained, meaning the same, and no bad one hurts another.
 
-Demanded by SRS FR-SCHEMA-001 to -006 and NFR-REL-002, and by the design's "Schemas" and the schema half of "Output".
+Demanded by FR-SCHEMA-001 to -006 and NFR-REL-002.
 """
 
 from __future__ import annotations

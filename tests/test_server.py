@@ -1,5 +1,5 @@
 """One server in every protocol version: the same answers on every transport, resources, announcements, and how
-streams end (FR-SERVER-001, -002, FR-RESOURCE-*, FR-DYNAMIC-003, NFR-REL-001; design section 4). The shapes on the
+streams end (FR-SERVER-001, -002, FR-RESOURCE-*, FR-DYNAMIC-003, NFR-REL-001). The shapes on the
 wire are MCP's.
 """
 
@@ -131,7 +131,7 @@ def test_every_transport_and_era_lists_what_the_export_prints_and_only_2026_has_
 async def test_the_official_client_gets_the_same_answers_everywhere(
     transport: str, client_mode: str, version: str, endpoint: str
 ) -> None:
-    """FR-EXEC-007 and the SRS's error texts, seen through the SDK's client, which validates what it is sent."""
+    """FR-EXEC-007 and the error texts, seen through the SDK's client, which validates what it is sent."""
     target = stdio(command()) if transport == "stdio" else endpoint
     async with Client(target, mode=client_mode, cache=None, read_timeout_seconds=30) as client:
         assert client.protocol_version == version
@@ -199,7 +199,7 @@ REGIONAL = {
 def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_let_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Design §4: `get_tool_input_schema=`; else a gateway could route on a value that the call never had."""
+    """`get_tool_input_schema=`; else a gateway could route on a value that the call never had."""
     ran: list[dict[str, Any]] = []
     search = FunctionalModule(lambda inputs, context: ran.append(dict(inputs)) or {}, input_schema=REGIONAL)
     cases: list[tuple[dict[str, str], str | None, bool]] = [

@@ -1,5 +1,5 @@
-"""One client over stdin and stdout (FR-TRANSPORT-001, -002, -005, FR-SERVER-001, -005, NFR-REL-001; design §3 stdio,
-Shutdown, Cancellation; §4). Real processes over real pipes, sockets, files and terminals.
+"""One client over stdin and stdout (FR-TRANSPORT-001, -002, -005, FR-SERVER-001, -005, NFR-REL-001).
+Real processes over real pipes, sockets, files and terminals.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ GARBAGE: list[tuple[bytes, str | int | None, set[int]]] = [
 
 
 def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_goes_on(served: RawClient) -> None:
-    """Design §4: the SDK alone would drop such lines, and their senders wait for ever. JSON-RPC 2.0, 5.1."""
+    """The SDK alone would drop such lines, and their senders wait for ever. JSON-RPC 2.0, 5.1."""
     for text, request_id, codes in GARBAGE:
         served.send_line(text)
         refused = served.receive()
@@ -191,7 +191,7 @@ async def test_a_message_may_be_of_any_length(bench: list[str], mode: str) -> No
 
 
 def test_a_client_that_does_not_read_is_made_to_wait_only_after_megabytes(served: RawClient) -> None:
-    """3 MB of progress, of which nothing has been read when the module ends (design §4)."""
+    """3 MB of progress, of which nothing has been read when the module ends."""
     message = call(1, "t.chatty", times=300, text="x" * 10_000)
     message["params"]["_meta"]["progressToken"] = "p"
     served.send_line(line(message).strip())
@@ -455,7 +455,7 @@ def test_no_input_at_all_ends_the_server_at_once() -> None:
 
 @pytest.mark.requirement("NFR-PORT-001")
 def test_a_terminal_is_served_until_it_goes_away() -> None:
-    """The thread that waits for the terminal must not hold up the exit (design §3, stdio)."""
+    """The thread that waits for the terminal must not hold up the exit."""
     tty = pytest.importorskip("tty")
     ours, theirs = os.openpty()
     tty.setraw(theirs)

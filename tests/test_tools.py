@@ -1,5 +1,5 @@
 """A module as clients see it: names in either spelling, annotations, what agents are told (FR-ANNOT-*, FR-
-SERVER-011; design "Annotations", "Tool names").
+SERVER-011).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
 
 
 async def test_what_authors_and_operators_wrote_for_agents_reaches_them() -> None:
-    """Design, "Annotations": in MCP's and OpenAI's descriptions alike, a paragraph each."""
+    """In MCP's and OpenAI's descriptions alike, a paragraph each."""
     registry = registry_of({
         f"image.m{number:02}": FunctionalModule(echo, description=PLAIN, metadata=metadata)
         for number, (metadata, _) in enumerate(SAID)

@@ -1,5 +1,5 @@
 """Clients that break the rules, vanish or pretend: none gets in, none takes another's place, and nothing is left of
-them in the server (design "HTTP", "Cancellation"; NFR-REL). A real server in a process of its own.
+them in the server. A real server in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Modules that return what nobody can say, block, and fail while they hold secrets: the other tools are served, and
-what is sensitive is told nowhere (design "Output", "Errors", §4).
+what is sensitive is told nowhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Schemas nobody would write by hand, and every one that pydantic might: inlined they mean the same, and what strict
-mode makes of them OpenAI takes, or a warning says that it will not (FR-SCHEMA-*, FR-OPENAI-003; design "Schemas",
-"Strict mode"). Generated, against the `jsonschema` package.
+mode makes of them OpenAI takes, or a warning says that it will not (FR-SCHEMA-*, FR-OPENAI-003).
+Generated, against the `jsonschema` package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packages that build on this one pass to it, and get (design: "xxx-apcore adapters").
+"""What packages that build on this one pass to it, and get.
 
 The sets of options are those that flask-apcore 0.4, fastapi-apcore 0.4, django-apcore 0.5 and pydantic-ai-apcore 0.1
 pass; `python -m tests.interop --only apcore` runs the packages themselves.

@@ -1,6 +1,7 @@
-"""Who is calling: what ASGI middleware before the server found out becomes the Identity of the call (design, "Who is
-calling"). Real middleware, Starlette's and the SDK's; from 2026-07-28 per request, and in a handshake session whoever
-opened it, over both transports."""
+"""Who is calling: what ASGI middleware before the server found out becomes the Identity of the call.
+
+Real middleware, Starlette's and the SDK's; from 2026-07-28 per request, and in a handshake session whoever opened it,
+over both transports."""
 
 from __future__ import annotations
 

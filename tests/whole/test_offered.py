@@ -1,5 +1,6 @@
-"""Who is offered what: where the Executor has an ACL, a caller reads only of what the caller may call (design, "Who is
-offered what"). By the identity of the request that asks, in both eras; a call is decided as ever, by the Executor."""
+"""Who is offered what: where the Executor has an ACL, a caller reads only of what the caller may call.
+
+By the identity of the request that asks, in both eras; a call is decided as ever, by the Executor."""
 
 from __future__ import annotations
 
