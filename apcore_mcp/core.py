@@ -134,7 +134,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import BaseRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     RequestContext = ServerRequestContext[Any, Any]
 
@@ -3545,16 +3545,10 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 # ---- HTTP: the Starlette app and the guard before it ----
 
 _BODY_MAX_BYTES = 4 * 1024 * 1024  # of one request, as in the SDK
-
 _SESSION_IDLE_SECONDS = 1_800.0  # without a request, and a handshake client has to begin anew
-
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
-_NOT_FOR_PROGRAMS = "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
-_NOT_FOR_PAGES = (
-    "Invalid Host header: a web page may only use an address, localhost, or a name that allowed_hosts (--allowed-hosts)"
-    " spells out, such as tools.example.com:*"
-)
+_SESSION_ID = re.compile(r"[!-~]{0,200}")  # the characters are MCP's; the SDK's own ids have 32 of them
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -3571,8 +3565,8 @@ def _is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-class _Hosts:
-    """Which hosts a request may name, by its Host header.
+def _is_allowed(host: str, options: _Options, is_page: bool) -> bool:
+    """Whether a request may name `host`, a Host header in lower case.
 
     A program may name an IP address, `localhost`, the host that the server listens on, or what a pattern of
     `allowed_hosts` matches, where `*` is any text and `:*` any port or none. Without patterns, it may name anything
@@ -3580,82 +3574,92 @@ class _Hosts:
     out. Whoever owns a domain can make it resolve to this server while a page of it is open, and the browser then takes
     both for one site (DNS rebinding): so no wildcard, not even `*.example.com`, lets in a page; but no address can be
     rebound."""
-
-    def __init__(self, options: _Options) -> None:
-        allowed = [pattern.lower() for pattern in options.allowed_hosts or ()]
-        self._is_open = not allowed and not _is_loopback(options.host)
-        self._patterns = [f"{options.host.lower()}:*", *allowed]
-
-    def allow(self, host: str, is_page: bool) -> bool:
-        """Whether a request may name `host`, a Host header in lower case."""
-        parts = _HOST.fullmatch(host)
-        if parts is None:
-            return False
-        name = parts[1]
-        if name == "localhost" or _address(name) or (self._is_open and not is_page):
-            return True
-        for pattern in self._patterns:
-            named = name if pattern.endswith(":*") else host
-            wanted = pattern.removesuffix(":*")
-            if named == wanted or (not is_page and fnmatchcase(named, wanted)):
-                return True
+    parts = _HOST.fullmatch(host)
+    if parts is None:
         return False
+    name = parts[1]
+    if name == "localhost" or _address(name):
+        return True
+    if not options.allowed_hosts and not is_page and not _is_loopback(options.host):
+        return True
+    for pattern in [f"{options.host}:*", *(options.allowed_hosts or ())]:
+        named = name if pattern.endswith(":*") else host
+        wanted = pattern.removesuffix(":*").lower()
+        if named == wanted or (not is_page and fnmatchcase(named, wanted)):
+            return True
+    return False
 
 
-def _refuse(scope: Scope, status: int, reason: str) -> Response:
-    """The answer to a request that is not let in; the log has it, too."""
-    from starlette.datastructures import Headers
-    from starlette.responses import PlainTextResponse
-
-    headers = Headers(scope=scope)
-    origin = ", ".join(headers.getlist("origin")) or None
-    logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
-    return PlainTextResponse(reason, status)
-
-
-def _guarded(app: ASGIApp, bridge: _Bridge, hosts: _Hosts, *, is_page: bool = False) -> ASGIApp:
-    """ASGI middleware: refuse requests that `hosts` does not allow, and all of them once the server ends.
+def _guarded(app: ASGIApp, bridge: _Bridge, *, is_page: bool = False) -> ASGIApp:
+    """ASGI middleware: refuse requests whose host is not allowed, and all of them once the server ends.
 
     A request with an Origin comes from a web page, and that must be of the very host and port that the request names;
     where `is_page`, all requests do, as browsers send no Origin with what a page loads from its own host. A POST must
     be JSON, which no form of a page can send."""
-    from starlette.datastructures import Headers
-    from starlette.requests import ClientDisconnect
+    from starlette.datastructures import Headers, QueryParams
+    from starlette.responses import PlainTextResponse
 
     def refusal(scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        origins = {origin.lower() for origin in headers.getlist("origin")}
+        origins = headers.getlist("origin")
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_of_page = is_page or bool(origins)
-        if not hosts.allow(host, is_of_page):
-            return _refuse(scope, 421, _NOT_FOR_PAGES if is_of_page else _NOT_FOR_PROGRAMS)
-        if not origins <= {f"http://{host}", f"https://{host}"}:
-            return _refuse(scope, 403, "Invalid Origin header: a web page must come from the host that it names")
-        if scope["method"] == "POST" and media_type != "application/json":
-            return _refuse(scope, 415, "Content-Type must be application/json")
-        if not headers.get("mcp-session-id", "").isprintable():  # the SDK would log it as it is
-            return _refuse(scope, 400, "Invalid Mcp-Session-Id header")
-        if bridge.deadline:
-            return _refuse(scope, 503, "Server is shutting down")
-        return None
+        session_ids = headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")
+        if not _is_allowed(host, bridge.options, is_page or bool(origins)):
+            status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
+            reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
+        elif not {origin.lower() for origin in origins} <= {f"http://{host}", f"https://{host}"}:
+            status, reason = 403, "Invalid Origin header: a web page must come from the host that it names"
+        elif scope["method"] == "POST" and media_type != "application/json":
+            status, reason = 415, "Content-Type must be application/json"
+        elif not all(map(_SESSION_ID.fullmatch, session_ids)):  # the SDK (2.3) logs them, line breaks included
+            status, reason = 400, "Invalid session ID"
+        elif bridge.deadline:
+            status, reason = 503, "Server is shutting down"
+        else:
+            return None
+        origin = ", ".join(origins) or None
+        logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
+        return PlainTextResponse(reason, status)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         answer = app
         if scope["type"] == "http":
             answer = refusal(scope) or app
+            # Without an event store, the SDK gives no response at all to a client that wants to resume a stream: it
+            # gets a new one, as MCP allows.
+            scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != b"last-event-id"]}
         is_awaited = scope.get("method") == "POST"  # a GET may be a stream without an end
         if is_awaited:
             bridge.activity.begin()
         try:
             await answer(scope, receive, send)
-        except ClientDisconnect:  # the client has sent half of a body
-            pass
         finally:
             if is_awaited:
                 bridge.activity.end()
 
     return guarded
+
+
+def _whole(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware behind `RequestBodyLimitMiddleware`, which passes a body on in one message: drop a request whose
+    client left before the end of its body. The SDK (2.3) would log a traceback."""
+
+    async def whole(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        body = await receive()
+        if body["type"] == "http.disconnect" or body["more_body"]:
+            return
+        messages = [body]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await app(scope, replay, send)
+
+    return whole
 
 
 def _own_sessions(app: ASGIApp) -> ASGIApp:
@@ -3675,18 +3679,7 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
     return owned
 
 
-def _without_resumption(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware: a client that wants to resume a stream gets a new one, as MCP allows; nothing of one is kept.
-    Without an event store, the SDK (2.3) gives no response at all to a Last-Event-ID, which makes it a 500."""
-
-    async def unresumed(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [header for header in scope.get("headers", ()) if header[0] != b"last-event-id"]
-        await app({**scope, "headers": headers}, receive, send)
-
-    return unresumed
-
-
-def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
+def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     """The routes beside MCP's: `/health` (FR-HEALTH-001), and by option `/metrics` (F-021) and the Explorer."""
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Mount, Route, Router
@@ -3696,14 +3689,9 @@ def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
 
     async def health(request: Request) -> Response:
         count = len(bridge.catalog.tools)
-        about = {
-            "status": "ok",
-            "module_count": count,
-            "tools_count": count,
-            "uptime_seconds": time.monotonic() - started,
-            "version": options.version or __version__,
-        }
-        return JSONResponse(about)
+        about = {"status": "ok", "module_count": count, "tools_count": count}
+        uptime = time.monotonic() - started
+        return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
 
     async def metrics(request: Request) -> Response:
         return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
@@ -3713,11 +3701,8 @@ def _own_routes(bridge: _Bridge, hosts: _Hosts) -> list[BaseRoute]:
         routes.append(Route("/metrics", metrics))
     if options.explorer:
         explorer = Router(_explorer_routes(bridge))
-        routes.append(Mount(options.explorer_prefix, _guarded(explorer, bridge, hosts, is_page=True)))
+        routes.append(Mount(options.explorer_prefix, _guarded(explorer, bridge, is_page=True)))
     return routes
-
-
-_SSE_SESSION = re.compile(r"[0-9a-f]{32}")  # the id of a session, as the SDK makes it
 
 
 async def _http_app(bridge: _Bridge) -> Starlette:
@@ -3727,7 +3712,6 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
     from mcp.server.transport_security import RequestBodyLimitMiddleware
     from starlette.applications import Starlette
-    from starlette.datastructures import QueryParams
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
@@ -3749,28 +3733,19 @@ async def _http_app(bridge: _Bridge) -> Starlette:
                     bridge.endless.add(connection)
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
 
-        async def receive_message(scope: Scope, receive: Receive, send: Send) -> None:
-            """Take in a message for a session. The SDK (mcp 2.3) logs whatever is no session's id as it is, and a line
-            break in that would begin a line of the log."""
-            answer: ASGIApp = transport.handle_post_message
-            if not _SSE_SESSION.fullmatch(QueryParams(scope["query_string"]).get("session_id", "")):
-                answer = _refuse(scope, 400, "Invalid session ID")
-            await answer(scope, receive, send)
-
         # A Route would take these functions for ones that return a response, and a Mount alone would let WebSockets in.
         routes = [
             Route("/sse", Mount("", stream), methods=["GET"]),
-            Route("/messages/", Mount("", receive_message), methods=["POST"]),
+            Route("/messages/", Mount("", transport.handle_post_message), methods=["POST"]),
         ]
-    hosts = _Hosts(options)
-    routes += _own_routes(bridge, hosts)
+    routes += _own_routes(bridge)
     middleware = [
         Middleware(RequestBodyLimitMiddleware, max_body_size=_BODY_MAX_BYTES),
+        Middleware(_whole),
         # Behind what reads the whole body: that may take its time, and the server end meanwhile.
-        Middleware(_guarded, bridge=bridge, hosts=hosts),
+        Middleware(_guarded, bridge=bridge),
         *(options.middleware or ()),
         Middleware(_own_sessions),
-        Middleware(_without_resumption),
     ]
     if options.explorer and options.allow_execute and not _is_loopback(options.host):
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
