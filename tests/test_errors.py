@@ -1,6 +1,7 @@
 """What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002.
 
-Also the report in `_meta`, the advice of a module's author, and what of `x-sensitive` arguments may be seen. Real registry, Executor, server, client.
+Also the report in `_meta`, the advice of a module's author, and what of `x-sensitive` arguments may be seen. Real
+registry, Executor, server, client.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What is promised of a module's results holds of what is sent, whatever pydantic or a dict schema can say: a tool
-that has run does not fail for it. A zoo of field types and generated models, run by the real Executor, served, and held against the advertised schemas by `jsonschema`.
+that has run does not fail for it. A zoo of field types and generated models, run by the real Executor, served, and
+held against the advertised schemas by `jsonschema`.
 """
 
 from __future__ import annotations
