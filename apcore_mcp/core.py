@@ -1136,14 +1136,12 @@ _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
 _UNEXPECTED = "Internal error occurred"
-_UNEXPECTED_CODE = "GENERAL_INTERNAL_ERROR"
 _NOBODY = "nobody can be asked"  # the reason of our own approval handlers
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
-    """An error as a tool result, with its machine-readable form in `_meta` (FR-ERROR-011).
-
-    It has no `structuredContent`: the TypeScript client would validate that against the output schema."""
+    """An error as a tool result, with its machine-readable form in `_meta` (FR-ERROR-011). Without `structuredContent`,
+    which the TypeScript client would validate against the output schema."""
     meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
     return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
 
@@ -1175,12 +1173,10 @@ def _fault_of(error: object) -> dict[str, str]:
 
 
 def _check_required(_: Any, names: list[str], value: object, _schema: JSONSchema) -> Iterator[InvalidValue]:
-    """The keyword `required`, whose errors stand at the missing property: jsonschema's own stand at the object, and
-    name the property only inside of an English sentence."""
-    if isinstance(value, dict):
-        for name in names:
-            if name not in value:
-                yield InvalidValue("Field required", path=[name])
+    """The keyword `required` with errors at the missing property, which jsonschema's own name only in a sentence."""
+    for name in names:
+        if isinstance(value, dict) and name not in value:
+            yield InvalidValue("Field required", path=[name])
 
 
 _ArgumentsValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": _check_required})
@@ -1189,8 +1185,8 @@ _ArgumentsValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": 
 def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     """What apcore finds wrong with arguments, each field by its full path: `{"field": "sizes.0.width", ...}`.
 
-    A pydantic model is asked as apcore asks it, and takes milliseconds where Python's `re` may take minutes for a
-    pattern. jsonschema, which uses that, only sees what apcore itself shows to it: arguments for a dict schema."""
+    Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take minutes
+    where a pydantic model takes milliseconds."""
     if not hasattr(tool.model, "model_validate_json"):
         for error in _ArgumentsValidator(tool.input_schema).iter_errors(arguments):
             yield from _leaves(error)
@@ -1228,7 +1224,7 @@ _HAS_MARKS = weakref.WeakKeyDictionary[Any, bool]()  # by schema: to read one ta
 
 def _has_marks(module: Any, side: str) -> bool:
     """Whether a module marks anything `x-sensitive` in its `input_schema` or `output_schema` (the `side`), in any form
-    that its values have. True also where nobody can tell, as no JSON schema can be made."""
+    that its values have."""
     schema: Any = getattr(module, side, None)
     if schema is None or isinstance(schema, dict):
         return _marks_sensitive(schema or {})
@@ -1237,12 +1233,11 @@ def _has_marks(module: Any, side: str) -> bool:
             declared = _declared_output(module) if side == "output_schema" else schema
             _HAS_MARKS[schema] = any(map(_marks_sensitive, _forms(declared, schema.model_json_schema())))
         return _HAS_MARKS[schema]
-    except Exception:  # fail closed: it may be a user's own class
+    except Exception:  # fail closed: it may be a user's own class, of which no JSON schema can be made
         return True
 
 
 _LOG_CHARACTERS = 10_000  # of an error's text in the log
-_WITHHELD = "(not shown: it may quote sensitive values)"
 # Where Python itself and what is installed stand; and this file.
 _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), __file__)
 
@@ -1250,19 +1245,19 @@ _LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "p
 def _place_of(error: BaseException) -> str:
     """Where `error` was raised, as `shop.py:12 in charge`: the last line that is not in a library, or else the last."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    for frame in reversed(own_frames or frames):
-        return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-    return "an unknown place"
+    own_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    if not own_frames:
+        return "an unknown place"
+    return f"{os.path.basename(own_frames[-1].filename)}:{own_frames[-1].lineno} in {own_frames[-1].name}"
 
 
 @dataclasses.dataclass
 class _ErrorMapper:
     """Says what went wrong with one call: to the client in a plain sentence, to the log in full. It never raises.
 
-    Where the tool, or another module that took part in the call, has `x-sensitive` inputs, both learn no more than
-    what failed and where: no text that a module or a validator wrote, as nobody can tell how it spells a secret. Where
-    one has `x-sensitive` outputs, the same holds for the log. It is used after a failure, so it may take its time."""
+    Where a module that took part in the call has `x-sensitive` inputs, both learn no more than what failed and where:
+    no text that a module or a validator wrote, as nobody can tell how it spells a secret. With `x-sensitive` outputs,
+    the same holds for the log."""
 
     label: str
     tool: _Tool
@@ -1276,7 +1271,7 @@ class _ErrorMapper:
             return self._read(error)
         except Exception as failure:  # boundary: what a module's author puts into an error may be anything
             self._log(error, f"(not shown: reading it raised {type(failure).__name__})")
-            return _failure(_UNEXPECTED, _UNEXPECTED_CODE)
+            return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
     def _read(self, error: BaseException) -> JSONObject:
         """The same for an error whose attributes are what apcore's classes make of them; for others it may raise."""
@@ -1288,33 +1283,25 @@ class _ErrorMapper:
             error = cause = ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON: it holds itself")
         modules = [*self._modules_behind(error)]
         has_secret_inputs = any(_has_marks(module, "input_schema") for module in modules)
-        has_secret_outputs = any(_has_marks(module, "output_schema") for module in modules)
-        result = self._result(error, cause, step, has_secret_inputs)
-        if has_secret_inputs or has_secret_outputs:
-            self._log(cause, f"{_WITHHELD} at {_place_of(cause)}")
-        else:
-            trace = None if isinstance(cause, ModuleError) else cause
-            self._log(cause, str(getattr(cause, "message", cause)), trace)
-        return result
-
-    def _result(self, error: BaseException, cause: BaseException, step: str, is_withheld: bool) -> JSONObject:
-        """The tool result for the `error` of apcore's Executor, whose `cause` is what a module or a step raised."""
-        code = _UNEXPECTED_CODE
+        code = "GENERAL_INTERNAL_ERROR"
         text = _UNEXPECTED
         report: JSONObject = {}
         if isinstance(error, ModuleError):
             code = _text_of(error.code)
             report = {"retryable": error.retryable, "user_fixable": error.user_fixable}
         if isinstance(cause, ModuleError):
-            text, details = self._explain(cause, step, is_withheld)
+            text, details = self._explain(cause, step, has_secret_inputs)
             report.update(details)
-        report = {key: value for key, value in report.items() if value is not None}
-        result: JSONObject = _plain(_failure(text, code, **report))
+        failure = _failure(text, code, **{key: value for key, value in report.items() if value is not None})
+        result: JSONObject = _plain(failure)  # raises for what a module's author has put into it and JSON cannot say
+        if has_secret_inputs or any(_has_marks(module, "output_schema") for module in modules):
+            self._log(cause, f"(not shown: it may quote sensitive values) at {_place_of(cause)}")
+        else:
+            self._log(cause, str(getattr(cause, "message", cause)), None if isinstance(cause, ModuleError) else cause)
         return result
 
     def _modules_behind(self, error: BaseException | None) -> Iterator[Any]:
-        """The tool and the modules that took part in its call. Those that another Executor ran did so unseen: they are
-        known only where apcore's errors name them."""
+        """The modules that took part in the call. Those that another Executor ran are known only by apcore's errors."""
         yield self.tool.descriptor
         yield from self.modules
         while error is not None:
@@ -1327,15 +1314,11 @@ class _ErrorMapper:
         logger.error("Tool call error: %s - %s: %s", self.label, type(error).__name__, text, exc_info=trace)
 
     def _explain(self, error: ModuleError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
-        """What the client reads of apcore's or a module's `error`, which the `step` of the pipeline raised, and what
-        there is to report beside that text."""
+        """What the client reads of apcore's or a module's `error`, and what is reported beside that text."""
         own_chain = [self.tool.module_id]
         is_own = error.details.get("call_chain", own_chain) == own_chain
-        if isinstance(error, SchemaValidationError):
-            if is_own:
-                return self._explain_validation(error, step, is_withheld)
-            # This module called another one with wrong arguments: nothing that the client can mend.
-            return f"Module error: {error.code}", {"user_fixable": False}
+        if isinstance(error, SchemaValidationError) and is_own:
+            return self._explain_validation(error, step, is_withheld)
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
         if getattr(error, "reason", None) == _NOBODY:
             return f"{sentence}: {_NOBODY}", {}
@@ -1344,10 +1327,12 @@ class _ErrorMapper:
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
         text = _text_of(sentence.format_map(facts))
         report: JSONObject = {}
+        if isinstance(error, SchemaValidationError):  # this module called another one with wrong arguments
+            report["user_fixable"] = False
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if is_own and not is_withheld and error.code not in ErrorCodeRegistry().all_codes:
-            # The code is the module's own, and so is the advice. apcore's advice may name modules and callers.
+            # The code and so the advice are the module's own; apcore's advice may name modules and callers.
             if error.suggestion:
                 report["suggestion"] = _text_of(error.suggestion)
             if error.ai_guidance:
@@ -1741,7 +1726,6 @@ _TOOLS_MAX = 128  # that OpenAI's API takes ("array too long. Expected an array 
 
 
 def _log_many(count: int) -> None:
-    """Say that some clients do not take as many tools, and which options choose among them."""
     if count > _TOOLS_MAX:
         advice = "tags, prefix, exclude and read_only choose, or search lists two that find the others"
         logger.info("%d tools: OpenAI's API and VS Code take %d, Cursor some 40; %s", count, _TOOLS_MAX, advice)
@@ -1751,8 +1735,7 @@ class _ToolCatalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
     A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
-    swaps in a new table. A module that cannot become a tool is left out with a WARNING that names it. It follows the
-    registry, and with `dynamic` the files, from `follow()` to `close()`."""
+    swaps in a new table. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`."""
 
     def __init__(self, options: _Options) -> None:
         self._registry = options.registry
@@ -1806,10 +1789,8 @@ class _ToolCatalog:
         return self._by_name.get(_portable_name(name))
 
     async def offered(self, tools: Iterable[_Tool], caller: Identity | None) -> list[_Tool]:
-        """Those of `tools` that the ACL of the Executor, as it is now, lets `caller` call.
-
-        A copy of its rules is asked, so that a list leaves nothing in the ACL's audit. An ACL of another class may
-        decide by more than its rules: it is left to decide about calls."""
+        """Those of `tools` that the Executor's ACL, as it is now, lets `caller` call: by a copy of its rules, as a list
+        has no place in its audit. An ACL of another class may have more than rules, and decides about calls only."""
         offered = [*tools]
         for step in self._options.executor.current_strategy.steps:
             if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
@@ -1845,9 +1826,8 @@ class _ToolCatalog:
         with self._lock:
             if not self._changed:
                 return
-            # Emptied before the modules are looked at: what changes from now on is noted for the next time.
             changed = self._changed.copy()
-            self._changed -= changed
+            self._changed -= changed  # before the look at modules: what changes from now on is for the next time
             self.left_out = []
             tools = {module_id: tool for module_id, tool in self._tools.items() if module_id not in changed}
             for module_id in changed.intersection(self._registry.list()):
@@ -1858,10 +1838,8 @@ class _ToolCatalog:
             self._by_name = self._assign_names(self._tools.values())
 
     def _assign_names(self, tools: Collection[_Tool]) -> dict[str, _Tool]:
-        """Call each tool by its alias, or by its ID where the alias would not do; returns all by portable names.
-
-        An alias has to be a name that every client takes, and to mean no other tool: it is no other's ID, and of two
-        that are the same the first module by ID has it."""
+        """Name each tool by its alias where every client takes that name, and neither another's ID nor the alias of an
+        earlier module is the same; else by its ID. Returns all by portable names."""
         by_name = {_portable_name(tool.module_id): tool for tool in tools}
         for tool in tools:
             alias = tool.about.alias
