@@ -1860,7 +1860,8 @@ _DESCRIPTORS = [
     ModuleDescriptor(
         module_id=_SEARCH_TOOLS,
         name="Search tools",
-        description="Find tools by what they do: up to ten, best first. Call one that fits with call_tool.",
+        description="Find tools of this server by what they do, as it lists none of them: up to ten, best first."
+        " Call them with call_tool.",
         documentation=None,
         input_schema={
             "type": "object",
@@ -1874,14 +1875,14 @@ _DESCRIPTORS = [
     ModuleDescriptor(
         module_id=_CALL_TOOL,
         name="Call a tool",
-        description="Call a tool that search_tools has found.",
+        description="Call a tool that search_tools has found, with arguments that fit its inputSchema.",
         documentation=None,
         input_schema={
             "type": "object",
             "properties": {
                 "name": {"type": "string", "description": "The name of the tool"},
                 # Marked, so that wrong ones are not quoted, as they may hold values that the tool's own schema marks.
-                "arguments": {"type": "object", "description": "What its inputSchema asks for", "x-sensitive": True},
+                "arguments": {"type": "object", "description": "Its arguments", "x-sensitive": True},
             },
             "required": ["name"],
             "additionalProperties": False,

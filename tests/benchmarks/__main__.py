@@ -29,12 +29,12 @@ from operator import call, methodcaller
 from pathlib import Path
 from typing import Any
 
-from apcore import Context, Executor
+from apcore import Context, Executor, Registry
 
 import apcore_mcp
 
 from .client import HANDSHAKE, MODERN, ROOT, Server, Side
-from .server import GUARD, KINDS, Order, modules
+from .server import GUARD, KINDS, Echo, Order, modules
 
 READING = """\
 Ratio: what ours costs by what the yardstick costs, so 1.00 is par and less is better, also where calls/s are shown.
@@ -217,9 +217,66 @@ def rows(sizes: Sizes, tree: Path | None) -> Iterator[Row]:
     most, many = (replace(ours, count=count) for count in (sizes.most, sizes.many))
     yield Row(f"tools/list, {sizes.most} modules, by module", listing_by_module, most, many, base, 1.2)
 
+    yield from _searches(sizes)
+    yield from _model_calls()
     yield from _starts(tree)
     yield from _http(sizes, ours, other, against)
     yield from _limits(sizes.few)
+
+
+def _searches(sizes: Sizes) -> Iterator[Row]:
+    """What `search=True` costs, beside the same server's direct calls and the list of a server without it."""
+
+    def call(subject: tuple[Side, str, bool]) -> float:
+        side, name, is_direct = subject
+        arguments = KINDS[name.removeprefix("call.")][1]
+        if is_direct:
+            return side.latency(name, arguments, sizes.calls)
+        return side.latency("call_tool", {"name": name, "arguments": arguments}, sizes.calls)
+
+    def find(subject: tuple[Side, str]) -> float:
+        side, query = subject
+        count = max(1, sizes.lists // side.server.count)
+        return side.latency("search_tools", {"query": query}, 10 * count) if query else side.listing(10 * count)
+
+    searching = Server("searching", sizes.few)
+    for kind in KINDS:
+        through, direct = ((searching, f"call.{kind}", is_direct) for is_direct in (False, True))
+        yield Row(f"call through call_tool, {kind}", call, through, direct, "direct call", 1.15)
+    many, query = replace(searching, count=sizes.many), "take the order of a customer with a discount"
+    listing = Server("ours", sizes.many), ""
+    yield Row(f"search_tools, {sizes.many} tools", find, (many, query), listing, "tools/list", 3.0)
+
+
+def _model_calls() -> Iterator[Row]:
+    """Reading the call that a model sent back, beside apcore's whole call of the same module."""
+
+    def time_of(call: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    text, optional = {"type": "string"}, {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    item = {"type": "object", "properties": {"id": text, "size": optional}, "required": ["id"]}
+    items = [{"id": str(number), "size": None} for number in range(2_000)]
+    cases: dict[str, tuple[Any, Any]] = {
+        "a set of 2,000 models": ({"anyOf": [{"type": "array", "items": item}, {"type": "null"}]}, items),
+    }
+    for depth in (8, 30):
+        schema: Any = item
+        sent: Any = items[0]
+        for _ in range(depth):
+            other = {"type": "object", "properties": {"in": text, "note": text}, "required": ["in"]}
+            schema = {"anyOf": [other, {"type": "object", "properties": {"in": schema, "note": text}}]}
+            sent = {"in": sent, "note": None}
+        cases[f"unions {depth} deep"] = (schema, sent)
+    for name, (schema, sent) in cases.items():
+        registry = Registry()
+        registry.register("model.call", Echo({"type": "object", "properties": {"value": schema}}))
+        executor = Executor(registry)
+        read = partial(apcore_mcp.from_openai_call, executor, "model-call", {"value": sent})
+        run = partial(executor.call, *read())
+        yield Row(f"from_openai_call(), {name}", time_of, read, run, "apcore's call", 10.0, slow=True)
 
 
 def _starts(tree: Path | None) -> Iterator[Row]:

@@ -206,7 +206,7 @@ def run_workers(count: int, port: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("ours", "guarded", "minimal", "workers"))
+    parser.add_argument("side", choices=("ours", "guarded", "searching", "minimal", "workers"))
     parser.add_argument("--count", type=int, default=0, help="how many modules, or workers")
     parser.add_argument("--names", default="module-id")
     parser.add_argument("--models", action="store_true", help="whose schemas are pydantic models, not JSON Schema")
@@ -230,7 +230,9 @@ def main() -> None:
         return
     from apcore_mcp import serve
 
-    options = {"transport": "streamable-http", "port": arguments.port} if arguments.port else {}
+    options: dict[str, Any] = {"transport": "streamable-http", "port": arguments.port} if arguments.port else {}
+    if arguments.side == "searching":
+        options["search"] = True
     Grow.started = time.monotonic()
     executor = Executor(registry, acl=GUARD if arguments.side == "guarded" else None)
     serve(executor, tool_names=arguments.names, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from .model import Call, Model, scripted
 from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason, run, serving
 
-HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation"]
+HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation", "search"]
 NAME = "apcore-mcp"  # of the server, as `--export client` has it: agents put it before the names of tools
 DOCUMENT = "docs://finance.loan_schedule"
 # Agents start the server somewhere else.
@@ -97,9 +98,18 @@ AGENTS = [
 ]
 
 
-def _told(agent: Agent, url: str | None) -> list[str]:
-    """What the agent's model was offered and told, with a server at `url` or one that the agent starts."""
-    script = [*CALLS, (agent.read_resource, {"server": NAME, "uri": DOCUMENT})]
+@dataclass(frozen=True)
+class Conversation:
+    """What an agent's model was offered and answered."""
+
+    tools: list[str]
+    results: list[str]
+    everything: str
+    failure: str  # why it has no more results
+
+
+def _converse(agent: Agent, script: list[Call], url: str | None) -> Conversation:
+    """Let the agent's model make the calls of `script`, with a server at `url` or one that the agent starts."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, scripted(script) as model:
         home = Path(folder)
         environment, command = agent.prepare(home, model, url)
@@ -108,13 +118,21 @@ def _told(agent: Agent, url: str | None) -> list[str]:
         # With nothing of the user's own: no account, and no model but the scripted one.
         alone = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
         done = run([*alone, *command], seconds=120, cwd=home)
-        names = [tool["name"] for tool in model.tools()]
+        tools = [tool["name"] for tool in model.tools()]
         results = [json.dumps(result) for result in model.results()]
-        everything = json.dumps(model.requests)
-    offered = [name for name in names if name.endswith(("units.convert", "units_convert"))]
-    if not offered or len(results) != len(script):
-        return [f"{len(results)} results of {len(script)}: {reason(done.stderr or done.stdout)}", *[""] * 6]
-    call, error, picture, question, approval, document = results
+        failure = f"{len(results)} results of {len(script)}: {reason(done.stderr or done.stdout)}"
+        return Conversation(tools, results, json.dumps(model.requests), failure)
+
+
+def _told(agent: Agent, url: str | None) -> list[str]:
+    """What the agent's model was offered and told, with a server at `url` or one that the agent starts."""
+    script = [*CALLS, (agent.read_resource, {"server": NAME, "uri": DOCUMENT})]
+    conversation = _converse(agent, script, url)
+    offered = [name for name in conversation.tools if name.endswith(("units.convert", "units_convert"))]
+    if not offered or len(conversation.results) != len(script):
+        return [conversation.failure, *[""] * 6]
+    call, error, picture, question, approval, document = conversation.results
+    everything = conversation.everything
     return [
         f"`{offered[0]}`",
         _yes("workdays" in call and "8" in call, call),
@@ -124,6 +142,37 @@ def _told(agent: Agent, url: str | None) -> list[str]:
         "refused" if "Approval was denied" in approval else "let run" if "freed_bytes" in approval else approval,
         _yes("annuity" in document, document),
     ]
+
+
+THINGS = "invoice customer parcel ticket lease room desk badge course grant".split()
+THINGS += "vehicle meter pump valve sensor garden recipe menu table guest".split()
+THINGS += "song album concert museum ticket_office library shelf loan reader branch".split()
+ACTIONS = "create list show rename archive restore delete export share print_out".split()
+SEARCH: list[Call] = [
+    ("search_tools", {"query": "put an archived parcel back"}),
+    ("call_tool", {"name": "parcel.restore_parcel", "arguments": {"number": 7}}),
+]
+
+
+def _searched(agent: Agent) -> str:
+    """Whether the agent's model finds and calls one of three hundred tools."""
+    with tempfile.TemporaryDirectory() as folder:
+        for thing in THINGS:
+            lines = ["from apcore.decorator import module"]
+            for action in ACTIONS:
+                words = f"{action} a {thing}".replace("_", " ").capitalize()
+                lines += ["@module()", f"def {action}_{thing}(number: int) -> str:", f'    """{words}."""']
+                lines.append(f"    return f'{action} {thing} {{number}}: done'")
+            Path(folder, f"{thing}.py").write_text("\n".join(lines))
+        command = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", folder, "--search", "--log-level", "ERROR"]
+        with serving([*command, *HTTP]) as url:
+            conversation = _converse(agent, SEARCH, url)
+    if len(conversation.results) != len(SEARCH):
+        return conversation.failure
+    found, called = conversation.results
+    others = [name for name in conversation.tools if name.endswith(tuple(THINGS))]
+    is_found = "parcel.restore_parcel" in found and "inputSchema" in found
+    return _yes(is_found and "restore parcel 7: done" in called and not others, f"{found}, {called}, {others}")
 
 
 def _yes(holds: bool, otherwise: str) -> str:
@@ -137,7 +186,8 @@ def row(agent: Agent) -> list[str]:
         told = _told(agent, None)
         with serving([*SERVER, *HTTP]) as url:
             over_http = _told(agent, url)
+        searched = _searched(agent)
     except (OSError, subprocess.SubprocessError) as error:
-        return [agent.name, f"does not run: {reason(error)}", *[""] * 6]
+        return [agent.name, f"does not run: {reason(error)}", *[""] * 7]
     pairs = zip(told, over_http, strict=True)
-    return [name, *(cell if cell == other else f"stdio: {cell}; HTTP: {other}" for cell, other in pairs)]
+    return [name, *(cell if cell == other else f"stdio: {cell}; HTTP: {other}" for cell, other in pairs), searched]
