@@ -391,7 +391,8 @@ _REF_DEPTH_MAX = 32  # references inside references (FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
 # What the metaschema of 2020-12 says of one schema, without the schemas inside it, as a type of pydantic's. A server
-# with 1,000 dict schemas could not afford jsonschema's `check_schema` at its start: 10 ms for each, this takes 0.1 ms.
+# of 1,000 modules checks 2,000 schemas when it starts: by jsonschema's `check_schema`, 3 ms for one that has fourteen
+# schemas in it; by this, 0.05 ms.
 _Schema = JSONObject | bool
 _Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
 _Distinct = Predicate(lambda names: len({*names}) == len(names))
@@ -415,8 +416,8 @@ _LEGAL: JSONObject = {
     "$dynamicRef": None,  # not supported
     "$ref $comment title description format contentEncoding contentMediaType": str,
 }
-_KINDS = {keyword: kind for keywords, kind in _LEGAL.items() for keyword in keywords.split()}
-_NODE = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KINDS, total=False))
+_KEYWORDS = {keyword: value_type for keywords, value_type in _LEGAL.items() for keyword in keywords.split()}
+_METASCHEMA = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KEYWORDS, total=False))
 
 
 def _map_subschemas(schema: JSONSchema, change: Callable[[Any], object]) -> JSONSchema:
@@ -529,7 +530,7 @@ class _SchemaConverter:
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         if self._pydantic_type is not None and ("pattern" in result or "patternProperties" in result):
             result = _with_readable_patterns(result)
-        _NODE.validate_python(result, strict=True)
+        _METASCHEMA.validate_python(result, strict=True)
         result = _map_subschemas(result, lambda inner: self._visit(inner, resolver, opened))
         if "$ref" in result:
             target = self._target(result.pop("$ref"), resolver, opened)
@@ -662,27 +663,28 @@ class _AnySchema(GenerateJsonSchema):
         return {}
 
 
-def _pydantic_type(declared: Any) -> Any:
-    """`declared` if it is a type that pydantic describes, a model or the `dict[str, ...]` of a function; else None."""
-    return declared if isinstance(declared, _Model) or get_origin(declared) is dict else None
+def _pydantic_type(source: Any) -> Any:
+    """`source` if it is a type that pydantic describes, a model or the `dict[str, ...]` of a function; else None."""
+    return source if isinstance(source, _Model) or get_origin(source) is dict else None
 
 
-def _forms(declared: Any, described: JSONSchema) -> list[JSONSchema]:
-    """The schemas of each form in which a module's output may be sent, or its values be written in Python.
+def _representations(source: Any, schema: JSONSchema) -> list[JSONSchema]:
+    """The schemas of each form in which values may be sent, or be written in Python.
 
-    Dict schemas and most models have one, as apcore `described` it. A model with aliases, computed or excluded fields
-    or serializers, and a `dict[str, ...]` that a function has `declared`, have four: as validated and as serialised,
-    by alias and by name."""
-    if _pydantic_type(declared) is None:
-        return [described]
-    is_model = isinstance(declared, _Model)
-    adapter = TypeAdapter[Any](declared, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
+    Dict schemas and most models have one form, which `schema`, apcore's, describes. A model with aliases, computed or
+    excluded fields or serializers, and the `dict[str, ...]` of a function, have four: as validated and as serialised,
+    by alias and by name. The core schema tells which models these are, as to write and to compare the four of every
+    model would take a start half as long again."""
+    if _pydantic_type(source) is None:
+        return [schema]
+    is_model = isinstance(source, _Model)
+    adapter = TypeAdapter[Any](source, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
     core_schema = {**adapter.core_schema}  # a copy, as only looking into it builds one that pydantic has deferred
     if is_model and not any(map(_rewrites, _core_schemas(core_schema))):
-        return [described]
+        return [schema]
     schema_of = functools.partial(adapter.json_schema, schema_generator=_AnySchema)
     serialized = schema_of(mode="serialization")
-    return [described, serialized, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
+    return [schema, serialized, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
 
 
 def _input_schema(schema: JSONSchema, pydantic_type: Any = None) -> JSONSchema:
@@ -698,9 +700,9 @@ def _function_of(module: FunctionModule) -> Callable[..., Any]:
     return module._func  # pyright: ignore[reportPrivateUsage]  # apcore has no public name for it
 
 
-def _declared_output(module: Any) -> Any:
-    """A module's output schema. Of a function that returns a `dict[str, ...]` it is that type, where apcore's schema
-    has no fields."""
+def _output_type(module: Any) -> Any:
+    """The model or the dict schema of a module's output, or the `dict[str, ...]` that a function returns: of that,
+    apcore makes a model without fields."""
     if isinstance(module, FunctionModule):
         with suppress(NameError):
             returned = get_type_hints(_function_of(module), include_extras=True).get("return")
@@ -727,9 +729,9 @@ def _nullable(schema: JSONSchema) -> JSONSchema:
 
 # ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
 
-# Schemas under these keywords apply to the very value that the schema around them applies to, others to a part of it.
-_BESIDE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
-# Which part a schema under one of these applies to is not looked for: a mark there hides the whole value.
+# The keywords whose schemas JSON Schema applies in place: to the very value that the schema around them applies to.
+_IN_PLACE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
+# Keywords whose schemas apply to parts of the value that nobody looks for: a mark there hides the whole value.
 _WHOLE = frozenset("patternProperties contains propertyNames contentSchema additionalItems dependencies".split())
 
 
@@ -743,23 +745,24 @@ def _marks(schema: JSONSchema) -> JSONSchema:
     return _map_subschemas({key: value for key, value in schema.items() if key in _WITH_SCHEMAS}, _marks)
 
 
-def _views(*schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and all schemas in them that may apply to the same value."""
+def _in_place(*schemas: JSONSchema) -> Iterator[JSONSchema]:
+    """`schemas` and all the schemas in them that may apply to the same value."""
     for schema in schemas:
         yield schema
-        yield from _views(*_branches(schema, _BESIDE))
+        yield from _in_place(*_branches(schema, _IN_PLACE))
 
 
-def _inside(views: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
-    """The schemas that may apply to one property or item of the value that `views` describe. Patterns of names are not
-    tried: each counts."""
-    for view in views:
+def _part_schemas(schemas: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
+    """The schemas that may apply to one property or item of a value to which `schemas` may apply. Patterns of names are
+    not tried: each counts."""
+    for schema in schemas:
         if isinstance(step, int):
-            yield from view.get("prefixItems", ())[step : step + 1] or _branches(view, ["items", "unevaluatedItems"])
-        elif step in _properties(view):
-            yield view["properties"][step]
+            place = schema.get("prefixItems", ())[step : step + 1]
+            yield from place or _branches(schema, ["items", "unevaluatedItems"])
+        elif step in _properties(schema):
+            yield schema["properties"][step]
         else:
-            yield from _branches(view, _OTHER_PROPERTIES)
+            yield from _branches(schema, _OTHER_PROPERTIES)
 
 
 def _redact(value: Any, *marks: JSONSchema, hides_unknown: bool = False) -> Any:
@@ -769,14 +772,14 @@ def _redact(value: Any, *marks: JSONSchema, hides_unknown: bool = False) -> Any:
     take a secret under a name or in a form that its schema does not say. It only looks where there are marks. Not by
     `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`) and by default blanks
     innocent keys that contain a word: "author", "tokens_used"."""
-    views = [view for view in _views(*marks) if view]
-    if value is None or not views:
+    applied = [mark for mark in _in_place(*marks) if mark]
+    if value is None or not applied:
         return value
-    if any("x-sensitive" in view for view in views):
+    if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
 
     def redact_part(step: str | int, part: Any) -> Any:
-        part_marks = [*_inside(views, step)]
+        part_marks = [*_part_schemas(applied, step)]
         if hides_unknown and not part_marks:
             return REDACTED_VALUE
         return _redact(part, *part_marks, hides_unknown=hides_unknown)
@@ -788,7 +791,7 @@ def _redact(value: Any, *marks: JSONSchema, hides_unknown: bool = False) -> Any:
     return REDACTED_VALUE if hides_unknown else value
 
 
-# ---- Tools: a module as clients see it: its names, what is said of it, its schemas; pure ----
+# ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
@@ -848,11 +851,11 @@ def _tags_of(descriptor: ModuleDescriptor, module: Any) -> list[str]:
 
 
 class _AnnotationMapper:
-    """Say what apcore knows of one module in the words of MCP and OpenAI.
+    """Express what apcore knows about one module in the terms of MCP and OpenAI.
 
-    The description is that of apcore's display overlay (in the metadata, or the `display` of an `@module` function)
-    or the module's, and a paragraph for what else is there for agents each. `alias` is what the overlay calls it, and
-    `page` the HTML in which hosts of MCP Apps show its results ("" without one)."""
+    The description is that of apcore's display overlay (in the metadata, or the `display` of an `@module` function) or
+    else the module's own. The guidance, the advice and the deprecation notice follow, a paragraph each. `alias` is the
+    overlay's name for the tool, and `page` the HTML in which hosts of MCP Apps show its results ("" without one)."""
 
     def __init__(self, descriptor: ModuleDescriptor, module: Any) -> None:
         self._version = descriptor.version
@@ -861,7 +864,7 @@ class _AnnotationMapper:
         self.title = {"title": descriptor.name} if descriptor.name else {}
         metadata = descriptor.metadata
         overlay: JSONObject = {}
-        with suppress(KeyError, TypeError):  # in apcore's metadata any word may mean anything
+        with suppress(KeyError, TypeError):  # apcore does not check what `display` holds
             overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         page = overlay.get("page")
@@ -879,8 +882,8 @@ class _AnnotationMapper:
         self.description = "\n\n".join(paragraphs).strip()
 
     def to_mcp(self) -> JSONObject:
-        """What a tool's definition says beside its name and schemas (FR-ANNOT-001 to -006)."""
-        # To apcore anything is true or false, to clients only those two are.
+        """The tool's definition without its name and schemas (FR-ANNOT-001 to -006)."""
+        # apcore takes whatever an author wrote; TypeScript clients lose the whole list by a hint that is no boolean.
         hints = {hint: bool(getattr(self.annotations, name)) for hint, name in _HINTS.items()}
         flags = {f"apcore/{flag}": bool(getattr(self.annotations, flag)) for flag in _FLAGS}
         meta = {**flags, "apcore/version": self._version, "apcore/tags": self.tags}
@@ -889,7 +892,7 @@ class _AnnotationMapper:
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
-        r"""What differs from the defaults, for a function's description (FR-ANNOT-007):
+        r"""The annotations that differ from the defaults, for a function's description (FR-ANNOT-007):
         `"\n\n[Annotations: readonly=true, idempotent=true]"`, or `""` when nothing does."""
         different = []
         for name in _SUFFIX_FIELDS:
@@ -900,8 +903,10 @@ class _AnnotationMapper:
 
 
 class _Tool:
-    """One listed module: everything about it that does not change from call to call. `name` is its alias as long as the
-    catalog knows of no other tool that could be meant. ValueError or KeyError when the module cannot be a tool."""
+    """One listed module: everything about it that does not change from call to call.
+
+    `name` is its alias, unless the catalog has another tool that could be meant by it. ValueError or KeyError when the
+    module cannot be a tool."""
 
     def __init__(self, descriptor: ModuleDescriptor, module: Any, options: _Options) -> None:
         self.descriptor = descriptor
@@ -909,17 +914,17 @@ class _Tool:
         self.documentation = _text_of(descriptor.documentation or "")
         self.about = _AnnotationMapper(descriptor, module)
         self.name = self.about.alias
-        self.model: Any = getattr(module, "input_schema", None)  # what apcore holds arguments against
-        self.is_closed = (  # a function that takes no other arguments than those of its schema
+        self.model: Any = getattr(module, "input_schema", None)  # by which apcore validates arguments
+        self.is_closed = (  # a function that takes no arguments but those of its schema
             isinstance(module, FunctionModule)
             and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
         )
-        outputs = self._outputs(_declared_output(module))
-        self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # to redact results by
+        outputs = self._outputs(_output_type(module))
+        self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # of results
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
         promise = _promise_of_all(outputs)
         definition = {**self.about.to_mcp(), "inputSchema": self._inputs()}
-        # Codex shows its model the structured content instead of the content: with both, files would be lost.
+        # A tool with files has no output schema: where there is structured content, Codex shows its model nothing else.
         if promise and not self.marks and not self.media:
             definition["outputSchema"] = promise
         self._definition = _as_listed(definition)
@@ -934,13 +939,13 @@ class _Tool:
             schema["additionalProperties"] = False
         return schema
 
-    def _outputs(self, declared: Any) -> list[JSONSchema]:
+    def _outputs(self, source: Any) -> list[JSONSchema]:
         """The schemas of each form that results may have; none where one refers to itself (FR-SCHEMA-005)."""
-        forms = _forms(declared, self.descriptor.output_schema)
+        schemas = _representations(source, self.descriptor.output_schema)
         try:
-            return [_SchemaConverter(_pydantic_type(declared)).inline(form) for form in forms]
+            return [_SchemaConverter(_pydantic_type(source)).inline(schema) for schema in schemas]
         except _Unconvertible as error:
-            if any(map(_marks_sensitive, forms)):
+            if any(map(_marks_sensitive, schemas)):
                 raise
             logger.warning("Module %s is served without its output schema: %s", self.module_id, error)
             return []
@@ -982,9 +987,9 @@ def _as_listed(definition: JSONObject) -> JSONObject:
 def _media(*schemas: JSONSchema) -> dict[str, str]:
     """The properties that are files, with their media types: strings of base64 that have one."""
     media_types: dict[str, str] = {}
-    for schema in _views(*schemas):
+    for schema in _in_place(*schemas):
         for name, field in _properties(schema).items():
-            for part in _views(field):
+            for part in _in_place(field):
                 if part.get("contentEncoding") == "base64" and "contentMediaType" in part:
                     media_types.setdefault(name, part["contentMediaType"])
     return media_types
@@ -1030,7 +1035,7 @@ def _to_text(value: Any) -> str:
 
 
 def _has_decimal(value: Any) -> bool:
-    """Whether there is a Decimal in nested containers."""
+    """Whether `value` is a Decimal, or a container with one at any depth."""
     if isinstance(value, dict):
         return any(map(_has_decimal, value.values()))
     if isinstance(value, list | tuple):
@@ -1039,23 +1044,23 @@ def _has_decimal(value: Any) -> bool:
 
 
 def _with_numbers(value: Any, *schemas: JSONSchema) -> Any:
-    """Copy containers with a float for each Decimal, which JSON would say as text, where `schemas` want a number."""
-    views = [*_views(*schemas)]
+    """Copy containers with a float for each Decimal, which would become text, where `schemas` ask for a number."""
+    applied = [*_in_place(*schemas)]
     if isinstance(value, Decimal):
-        types = {kind for view in views for kind in _types(view)}
+        types = {name for schema in applied for name in _types(schema)}
         return float(value) if "string" not in types and types & {"number", "integer"} else value
     if isinstance(value, dict):
-        return {name: _with_numbers(item, *_inside(views, name)) for name, item in value.items()}
+        return {name: _with_numbers(item, *_part_schemas(applied, name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_numbers(item, *_inside(views, index)) for index, item in enumerate(value)]
+        return [_with_numbers(item, *_part_schemas(applied, index)) for index, item in enumerate(value)]
     return value
 
 
 def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
-    """A module's output, redacted: as JSON text, the same value in plain types, and its files as MCP content.
+    """A module's output, redacted: as JSON text, as the same value in plain types, and its files as MCP content.
 
-    Dates become ISO text, enums their values, bytes base64, anything unknown `str()` (FR-EXEC-002). ModuleError
-    OUTPUT_SERIALIZATION_ERROR for what JSON cannot say (NaN, infinity, a cycle) and for a file that is not base64."""
+    Dates become ISO text, enums their values, bytes base64, anything unknown its `str()` (FR-EXEC-002). ModuleError
+    OUTPUT_SERIALIZATION_ERROR for what JSON cannot express (NaN, infinity, a cycle) and a file that is not base64."""
     try:
         if _has_decimal(output):
             output = _with_numbers(output, tool.output_schema)
@@ -1068,7 +1073,7 @@ def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
 
 
 def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
-    """Take the files out of `value`, as MCP content; ValueError where one is no base64."""
+    """Remove the files from `value` and return them as MCP content. ValueError for one that is not base64."""
     files: list[JSONObject] = []
     for name, media_type in tool.media.items():
         if value.get(name) == REDACTED_VALUE:
@@ -1098,18 +1103,19 @@ def _success(
     is_checked: bool,
     always_structured: bool,
 ) -> JSONObject:
-    """A module's output as a tool result: text, files, and structured content where a schema is advertised (F-013), or
-    always.
+    """A module's output as a tool result: text, files and, where a schema is advertised or always, structured content.
 
-    `formatter` writes the text instead of JSON; when it fails, the log has the `label` of the call. What apcore has not
-    checked, as None, which becomes `{}`, is a SchemaValidationError where the advertised schema refuses it."""
+    `formatter` writes the text instead of JSON. When it fails, the text is JSON, and the log has the `label` of the
+    call. An output that apcore has not checked (`is_checked`), or that is empty (apcore does not check None, which
+    becomes `{}`), is a SchemaValidationError where the advertised schema refuses it."""
     text, value, files = _as_json(tool, output)
     if not output or not is_checked:
-        for error in Draft202012Validator(tool.output_schema).iter_errors(value):  # a client would refuse the result
+        # A client would refuse such a result.
+        for error in Draft202012Validator(tool.output_schema).iter_errors(value):
             raise SchemaValidationError(f"Output validation failed: {error.message}")
     if formatter is not None:
         try:
-            text = _text_of(formatter(from_json(text)))  # of a copy
+            text = _text_of(formatter(from_json(text)))  # a copy: the formatter may change what it gets
         except Exception:  # a user's own function
             logger.exception("output_formatter failed, so %s is answered in JSON", label)
     result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
@@ -1230,8 +1236,8 @@ def _has_marks(module: Any, side: str) -> bool:
         return _marks_sensitive(schema or {})
     try:
         if schema not in _HAS_MARKS:
-            declared = _declared_output(module) if side == "output_schema" else schema
-            _HAS_MARKS[schema] = any(map(_marks_sensitive, _forms(declared, schema.model_json_schema())))
+            declared = _output_type(module) if side == "output_schema" else schema
+            _HAS_MARKS[schema] = any(map(_marks_sensitive, _representations(declared, schema.model_json_schema())))
         return _HAS_MARKS[schema]
     except Exception:  # fail closed: it may be a user's own class, of which no JSON schema can be made
         return True
@@ -1366,15 +1372,15 @@ class _ErrorMapper:
         return "\n".join(lines), report
 
 
-# ---- Documents: what a person reads of a tool; pure ----
+# ---- Documents: a tool's documentation for people; pure ----
 
 
 def _sample(schema: JSONSchema) -> Any:
-    """An example of `schema`: one that it gives, else the plainest value of its type; None when it accepts none."""
-    given = [*schema.get("examples", ()), *schema.get("enum", ()), schema.get("const"), schema.get("default")]
-    needed = {name: _sample(_properties(schema).get(name, {})) for name in schema.get("required", ())}
+    """An example of `schema`: its own, or the plainest value of its type; None when it accepts neither."""
+    own = [*schema.get("examples", ()), *schema.get("enum", ()), schema.get("const"), schema.get("default")]
+    required = {name: _sample(_properties(schema).get(name, {})) for name in schema.get("required", ())}
     text = None if "format" in schema else "text"
-    for value in [*given, text, 1, 0.5, True, [], needed]:
+    for value in [*own, text, 1, 0.5, True, [], required]:
         if value is not None and _is_valid(value, schema):
             return value
     return None
@@ -1382,7 +1388,7 @@ def _sample(schema: JSONSchema) -> Any:
 
 def _examples(tool: _Tool) -> list[JSONObject]:
     """The module's own examples that are valid calls, in plain JSON types."""
-    with suppress(Exception):  # they are whatever a module lists
+    with suppress(Exception):  # apcore checks nothing of what a module lists as examples
         examples = _plain(tool.descriptor.examples)
         return [each for each in examples if _is_valid(each["inputs"], tool.input_schema)]
     return []
@@ -1393,16 +1399,16 @@ def _fenced(value: Any) -> str:
 
 
 def _fields(schema: JSONSchema) -> str:
-    """A schema as a table of the properties that it names, and as JSON."""
+    """A schema as a table of its properties, and as JSON."""
     table = "| Name | Type | Required | Description | Example |\n| --- | --- | --- | --- | --- |\n"
     for name, field in _properties(schema).items():
-        kinds = " or ".join(dict.fromkeys(kind for view in _views(field) for kind in _types(view))) or "any"
-        needed = "Yes" if name in schema.get("required", ()) else "No"
+        types = " or ".join(dict.fromkeys(name for part in _in_place(field) for name in _types(part))) or "any"
+        is_required = "Yes" if name in schema.get("required", ()) else "No"
         example = _sample(field)
-        sample = "" if example is None else f"`{to_json(example).decode()}`"
-        cells = [f"`{name}`", kinds, needed, field.get("description", ""), sample]
-        written = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
-        table += f"| {' | '.join(written)} |\n"
+        example_text = "" if example is None else f"`{to_json(example).decode()}`"
+        cells = [f"`{name}`", types, is_required, field.get("description", ""), example_text]
+        escaped = [" ".join(cell.replace("|", r"\|").split()) for cell in cells]
+        table += f"| {' | '.join(escaped)} |\n"
     return f"{table}\n{_fenced(schema)}"
 
 
@@ -1417,21 +1423,21 @@ _NOTES = {
 def _document(tool: _Tool) -> str:
     """One tool in the eight sections of the tool document specification, from its descriptor."""
     module_id = tool.module_id
-    known = tool.about.annotations
-    further = re.sub(r"(?m)^(?=#{1,3} )", "###", tool.documentation)  # its headings, below ours
-    purpose = f"{tool.about.description}\n\n{further}".strip()
+    annotations = tool.about.annotations
+    documentation = re.sub(r"(?m)^(?=#{1,3} )", "###", tool.documentation)  # its headings go below ours
+    purpose = f"{tool.about.description}\n\n{documentation}".strip()
     returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
-    for name, kind in tool.media.items():
-        returns += f"\n\n`{name}` comes as content of type `{kind}`."
+    for name, media_type in tool.media.items():
+        returns += f"\n\n`{name}` comes as content of type `{media_type}`."
     errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
     failures = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
-    repeatable = known.readonly or known.idempotent
+    is_repeatable = annotations.readonly or annotations.idempotent
     usage = ""
     for example in _examples(tool) or [{"inputs": _sample(tool.input_schema)}]:
         if example["inputs"] is not None:
             params = {"name": module_id, "arguments": example["inputs"]}
             usage += _fenced({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}) + "\n\n"
-    notes = [note for flag, note in _NOTES.items() if getattr(known, flag)]
+    notes = [note for flag, note in _NOTES.items() if getattr(annotations, flag)]
     if tool.marks or _marks_sensitive(tool.input_schema):
         notes.append("It handles sensitive values: no message or log shows them, and results show `***REDACTED***`.")
     return f"""\
@@ -1459,7 +1465,7 @@ def _document(tool: _Tool) -> str:
 
 ### 6. Idempotency
 
-{"Idempotent: to repeat it changes nothing." if repeatable else "Not idempotent: each counts."}
+{"Idempotent: to repeat it changes nothing." if is_repeatable else "Not idempotent: each counts."}
 
 ### 7. Usage Examples (for MCP context)
 
@@ -2174,7 +2180,7 @@ def _knows(names: Iterable[str], schema: JSONSchema, branch: JSONSchema) -> bool
     other. One that is no object's may have any."""
     unknown = {*names} - _properties(schema).keys()
     is_closed = False
-    for view in _views(branch):
+    for view in _in_place(branch):
         unknown -= _properties(view).keys()
         if not unknown or any(view.get(keyword, False) is not False for keyword in _OTHER_PROPERTIES):
             return True
@@ -2374,7 +2380,7 @@ def _form(requested_schema: JSONSchema | None) -> JSONSchema:
 
     try:
         form = _input_schema(_plain({"properties": {}, **(requested_schema or {})}))
-        if _branches(form, [*_BESIDE, "patternProperties"]):
+        if _branches(form, [*_IN_PLACE, "patternProperties"]):
             raise ValueError("it says more than which properties there are")
         fields: dict[str, Any] = {}
         for number, (name, field) in enumerate(form["properties"].items()):
