@@ -3195,23 +3195,18 @@ class _Activity:
 
     def __init__(self) -> None:
         self._count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     def begin(self) -> None:
         """Count one more request, until `end()`."""
         self._count += 1
-        self._idle.clear()
+        self.idle.clear()
 
     def end(self) -> None:
-        """A request that was counted is settled."""
         self._count -= 1
         if self._count == 0:
-            self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until every request that was counted is settled."""
-        await self._idle.wait()
+            self.idle.set()
 
 
 class _Bridge:
@@ -3254,8 +3249,7 @@ class _Bridge:
         self.server.middleware += [
             self._count_request,
             self._hide_unexpected_errors,
-            self._declare_notifications,
-            self._declare_apps,
+            self._declare_capabilities,
             self._fill_in_tools,
             RequestStateBoundary(security, default_audience=options.name),
         ]
@@ -3272,24 +3266,22 @@ class _Bridge:
         self._listener.close()
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
-                await self.activity.wait_idle()
+                await self.activity.idle.wait()
             for call in self.router.running:
                 call.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
-                await self.activity.wait_idle()
+                await self.activity.idle.wait()
             for each in self.endless:
                 each.cancel()
 
     # Server middleware, outermost first; the SDK's own handling of a request is innermost.
 
     async def _count_request(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Count the requests that the end of the server waits for."""
-        is_notification = ctx.request_id is None
-        if is_notification:
-            return await call_next(ctx)
-        self.activity.begin()
-        # Not at the end of this function: the answer is only handed over when the request's own task ends.
-        cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
+        """Let the end of the server wait for a request: over SSE its POST is answered at once."""
+        if ctx.request_id is not None:
+            self.activity.begin()
+            # Not when this function returns: the answer is only handed over when the request's own task ends.
+            cast(Any, asyncio.current_task()).add_done_callback(lambda _: self.activity.end())
         return await call_next(ctx)
 
     async def _hide_unexpected_errors(self, ctx: RequestContext, call_next: CallNext) -> Any:
@@ -3304,38 +3296,33 @@ class _Bridge:
             logger.exception("%s failed", ctx.method)
             raise _protocol_error(-32603, _UNEXPECTED) from None
 
-    async def _declare_notifications(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Tell a client which notifications it can get: of changed lists, on what connection there is for them.
+    async def _declare_capabilities(self, ctx: RequestContext, call_next: CallNext) -> Any:
+        """Tell a client which notifications it can get, and of MCP Apps as long as any tool has a page.
 
-        The SDK's HTTP manager offers no option for it, and a client that is told `false` ignores notifications. In
-        2026-07-28 the SDK declares all that `subscriptions/listen` could carry, single resources included; `_listen`
-        honours no subscription to these."""
+        The SDK's HTTP manager has no option for `listChanged`, and clients ignore notifications that they were told
+        there are none of. In 2026-07-28 the SDK declares subscriptions to single resources; `_listen` honours none.
+        On stdio it reads `Server.extensions` once, at the start."""
         result: Any = await call_next(ctx)
-        if ctx.method == "initialize":
-            # Private, as nothing public outlives the session of a single request.
-            connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
-            can_notify = connection.has_standalone_channel
-            if can_notify:
-                self._connections.add(connection)
-            for capability in ("tools", "resources"):
-                result["capabilities"][capability]["listChanged"] = can_notify
-        elif ctx.method == "server/discover":
-            result["capabilities"]["resources"]["subscribe"] = False
-        return result
-
-    async def _declare_apps(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Tell a client that there are MCP Apps, as long as any tool has a page.
-
-        `Server.extensions` is for what holds as long as the server runs: on stdio it is read once, at the start."""
-        result: Any = await call_next(ctx)
-        is_greeting = ctx.method in ("initialize", "server/discover")
-        if is_greeting and any(tool.about.page for tool in self.catalog.tools.values()):
-            result["capabilities"]["extensions"] = {_APPS_EXTENSION: {}}
+        if ctx.method not in ("initialize", "server/discover"):
+            return result
+        capabilities = result["capabilities"]
+        if any(tool.about.page for tool in self.catalog.tools.values()):
+            capabilities["extensions"] = {_APPS_EXTENSION: {}}
+        if ctx.method == "server/discover":
+            capabilities["resources"]["subscribe"] = False
+            return result
+        # Private, as nothing public outlives the session of a single request.
+        connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
+        can_notify = connection.has_standalone_channel
+        if can_notify:
+            self._connections.add(connection)
+        for name in ("tools", "resources"):
+            capabilities[name]["listChanged"] = can_notify
         return result
 
     async def _fill_in_tools(self, ctx: RequestContext, call_next: CallNext) -> Any:
-        """Put the tools into the result of `tools/list`, behind the SDK's validation of results: for 1,000 tools that
-        takes six times as long as everything else, and the catalog holds nothing that is not valid."""
+        """Put the tools into the result of `tools/list`, behind the SDK's validation of results, which for 1,000 tools
+        takes six times as long as everything else."""
         result: Any = await call_next(ctx)
         if ctx.method == "tools/list":
             names = _tool_names(self.options, ctx)
@@ -3344,8 +3331,7 @@ class _Bridge:
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
-        """The result of `tools/list` as the SDK validates it; `_fill_in_tools` adds the tools."""
-        return {"tools": [], **_FRESH}
+        return {"tools": [], **_FRESH}  # `_fill_in_tools` adds them
 
     def _input_schema_of(self, name: str) -> JSONSchema | None:
         tool = self.router.search.tools.get(name) or self.catalog.find(name)
@@ -3529,8 +3515,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-_BODY_MAX_BYTES = 4 * 1024 * 1024  # of one request, as in the SDK
-_SESSION_IDLE_SECONDS = 1_800.0  # without a request, and a handshake client has to begin anew
+_IDLE_SECONDS = 1_800.0  # without a request, and a handshake client has to begin anew
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
 _SESSION_ID = re.compile(r"[!-~]{0,200}")  # the characters are MCP's; the SDK's own ids have 32 of them
@@ -3556,9 +3541,8 @@ def _is_allowed(host: str, options: _Options, is_page: bool) -> bool:
     A program may name an IP address, `localhost`, the host that the server listens on, or what a pattern of
     `allowed_hosts` matches, where `*` is any text and `:*` any port or none. Without patterns, it may name anything
     where others than this machine can reach the server. A web page may name the first three, or a name that is spelt
-    out. Whoever owns a domain can make it resolve to this server while a page of it is open, and the browser then takes
-    both for one site (DNS rebinding): so no wildcard, not even `*.example.com`, lets in a page; but no address can be
-    rebound."""
+    out: the owner of any other can make it resolve to this server while a page of it is open, and the browser takes
+    both for one site (DNS rebinding). No address can be rebound."""
     parts = _HOST.fullmatch(host)
     if parts is None:
         return False
@@ -3589,7 +3573,7 @@ def _guarded(app: ASGIApp, bridge: _Bridge, *, is_page: bool = False) -> ASGIApp
         host = headers.get("host", "").lower()
         origins = headers.getlist("origin")
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        session_ids = headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")
+        session_ids = [headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")]
         if not _is_allowed(host, bridge.options, is_page or bool(origins)):
             status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
             reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
@@ -3695,16 +3679,15 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     from anyio import CancelScope
     from mcp.server.sse import SseServerTransport
     from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
-    from mcp.server.transport_security import RequestBodyLimitMiddleware
+    from mcp.server.transport_security import DEFAULT_MAX_REQUEST_BODY_SIZE, RequestBodyLimitMiddleware
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.routing import Mount, Route
 
     options = bridge.options
+    idle_seconds = None if options.stateless else _IDLE_SECONDS
     sessions = StreamableHTTPSessionManager(
-        bridge.server,
-        stateless=options.stateless,
-        session_idle_timeout=None if options.stateless else _SESSION_IDLE_SECONDS,
+        bridge.server, stateless=options.stateless, session_idle_timeout=idle_seconds
     )
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
@@ -3725,7 +3708,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
         ]
     routes += _own_routes(bridge)
     middleware = [
-        Middleware(RequestBodyLimitMiddleware, max_body_size=_BODY_MAX_BYTES),
+        Middleware(RequestBodyLimitMiddleware, max_body_size=DEFAULT_MAX_REQUEST_BODY_SIZE),
         Middleware(_whole),
         # Behind what reads the whole body: that may take its time, and the server end meanwhile.
         Middleware(_guarded, bridge=bridge),
@@ -3814,10 +3797,8 @@ def _copy(source: Any, sink: Any) -> None:
 
 @asynccontextmanager
 async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
-    """stdin and stdout as files that the event loop can wait for.
-
-    Pipes and sockets are used as they are. It cannot wait for a terminal, a file or a pipe of Windows: threads copy
-    between these and sockets."""
+    """stdin and stdout as files that the event loop can wait for: pipes and sockets are used as they are, and threads
+    copy between sockets and whatever it cannot wait for, such as a terminal, a file or a pipe of Windows."""
     duplicates = [os.dup(fd) for fd in _STANDARD_STREAMS.take()]
     source, sink = os.fdopen(duplicates[0], "rb", 0), os.fdopen(duplicates[1], "wb")
     statuses = [os.fstat(fd) for fd in duplicates]
@@ -3838,8 +3819,8 @@ async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
 
 def _error_line(request_id: str | int | None, code: int, message: str) -> bytes:
     """A JSON-RPC error as a line, in ASCII, as an id may hold half of a surrogate pair."""
-    error = {"code": code, "message": message}
-    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode() + b"\n"
+    answer = {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message}}
+    return json.dumps(answer).encode() + b"\n"
 
 
 def _answer_to_no_message(line: bytes) -> bytes:
@@ -3855,9 +3836,8 @@ def _answer_to_no_message(line: bytes) -> bytes:
 
 
 class _StdioOutput:
-    """The write stream that the SDK's `Server.run` takes: each message becomes a line of `writer`.
-
-    Closing it does nothing: `_serve_stdio` closes the writer, once the client has had time to read."""
+    """The write stream that the SDK's `Server.run` takes: each message becomes a line of `writer`, which
+    `_serve_stdio` closes."""
 
     def __init__(self, writer: asyncio.StreamWriter, activity: _Activity) -> None:
         self._writer = writer
@@ -3875,13 +3855,13 @@ class _StdioOutput:
             if isinstance(item.message, JSONRPCResponse | JSONRPCError):
                 self._activity.end()
 
-    async def aclose(self) -> None:
-        pass
-
     async def __aenter__(self) -> _StdioOutput:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
         pass
 
 
@@ -3924,13 +3904,11 @@ async def _stdio_messages(
 async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve the client at the other ends of stdin and stdout. Yields a task that ends when the client has gone.
 
-    With pipes and sockets, no thread stands between a client and its answer. A client that closes its end of stdout has
-    gone, so its input ends, too. When the input ends, the requests that were read before are answered, within 5 seconds
-    at most; then the client is given a second to read."""
+    A client that closes its end of stdout has gone, so its input ends, too. When the input ends, the requests that were
+    read before are answered, within 5 seconds at most; then the client is given a second to read."""
     loop = asyncio.get_running_loop()
     async with _pipes() as (source, sink):
-        # No limit to a line: the client has started this process, and a request that is too long would have to be
-        # refused without its id, for which its client waits.
+        # No limit to a line: a request that is too long would be refused without its id, and its client wait for ever.
         reader = asyncio.StreamReader(limit=sys.maxsize)
         incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
         # A StreamWriter waits by way of such a protocol, which wants a reader; nothing can be read here.
@@ -4063,15 +4041,13 @@ async def _run_callback(callback: Callable[[], Any] | None) -> None:
 async def _log_start(bridge: _Bridge, address: str) -> None:
     """Log that the server accepts clients, at what `address`, and what is unusual about it."""
     options = bridge.options
-    tools = bridge.catalog.tools
-    nothing = ""
-    if not tools:
-        nothing = bridge.catalog.why_empty()
+    tools = bridge.catalog.tools.values()
     is_anonymous = options.transport == "stdio" or (address and not options.middleware)  # nothing identifies a caller
-    if tools and is_anonymous and not await bridge.catalog.offered(tools.values(), None):
-        nothing = f"All registered modules ({len(tools)}) are left out by the ACL, for callers without an identity"
-    if nothing:
-        logger.warning("%s; server starting with zero tools", nothing)
+    nothing = "%s; server starting with zero tools"
+    if not tools:
+        logger.warning(nothing, bridge.catalog.why_empty())
+    elif is_anonymous and not await bridge.catalog.offered(tools, None):
+        logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
     if options.transport == "sse":

@@ -657,7 +657,7 @@ def test_a_start_with_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCap
     for source, options, expected in (
         (registry, {"prefix": "x", "exclude": ["t.a"]}, ["All registered modules (2) are left out by prefix, exclude"]),
         (odd, {}, ["Module t.odd is left out: ", "All registered modules (1) are left out by the faults above"]),
-        (closed, {}, ["All registered modules (2) are left out by the ACL, for callers without an identity"]),
+        (closed, {}, ["The ACL leaves out all modules, for callers without an identity"]),
         (closed, {"middleware": middleware}, []),
         (closed, {"prefix": "x"}, ["All registered modules (2) are left out by prefix"]),
     ):
