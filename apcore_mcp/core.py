@@ -270,6 +270,9 @@ class _Options:
             raise ValueError("name must not exceed 255 characters")
         if not all(self.tags or ()):
             raise ValueError("Tag values must not be empty")
+        for name in ("exclude", "allowed_hosts"):
+            if not all(getattr(self, name) or ()):
+                raise ValueError(f"{name} must not hold an empty text")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.transport != "stdio":
@@ -1932,7 +1935,7 @@ def _keywords_of(tool: _Tool) -> _Keywords:
         texts += _properties(schema)
         texts.append(schema.get("description", ""))
     everything = names + _words("\n".join(texts))
-    return _Keywords(" " + " ".join(names), " " + " ".join(everything), len(names) ** -0.25)
+    return _Keywords(" " + " ".join(names), " " + " ".join(everything), max(1, len(names)) ** -0.25)
 
 
 def _rank(query: str, keywords: Mapping[_Tool, _Keywords]) -> list[_Tool]:
@@ -2662,9 +2665,7 @@ class _ModuleStep(BaseStep):
         ctx.module = _ModuleView(module)
         try:
             return await self._step.execute(ctx)
-        except ModuleError:
-            raise
-        except Exception:  # a later apcore may do with a model what a view of one cannot
+        except TypeError:  # a later apcore may ask `issubclass()` of a model, which a view of one is not
             ctx.module = module
             return await self._step.execute(ctx)
 
@@ -2690,9 +2691,7 @@ class _ModuleLookup(_ModuleStep):
             return await self._step.execute(ctx)
         try:
             return await self._lookup.execute(ctx)
-        except ModuleError:
-            raise
-        except Exception:  # as above
+        except TypeError:  # a later apcore, as in `_ModuleStep`
             return await self._step.execute(ctx)
         finally:
             if isinstance(ctx.module, _ModuleView):
@@ -3033,7 +3032,7 @@ def _tool_names(options: _Options, ctx: RequestContext) -> str:
     client = ctx.session.client_params
     if options.tool_names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
         return "portable"
-    return options.tool_names
+    return "module-id" if options.tool_names == "auto" else options.tool_names
 
 
 class _ExecutionRouter:
@@ -3975,8 +3974,11 @@ async def run_openai_call(
     call = _Call(tool, _read(inputs, tool.input_schema)[0], options, identity)
     result = await _ExecutionRouter(catalog, options).run(call)
     text, *files = result["content"]
-    lines = [f"[a file of type {file.get('resource', file)['mimeType']}]" for file in files]
-    return "\n".join([text["text"], *lines])
+    lines = [text["text"]]
+    for file in files:
+        resource = file.get("resource", file)
+        lines.append(resource.get("text") or f"[a file of type {resource['mimeType']}]")
+    return "\n".join(lines)
 
 
 def _count_of_tools(tools: Collection[object]) -> str:
@@ -4092,7 +4094,7 @@ class _Life:
                 closing.callback(self.stop)  # before `wait()` returns: a server may be started again
                 options = closing.enter_context(_metrics_counted(self._options))
                 bridge = _Bridge(options)
-                closing.push_async_callback(bridge.finish)
+                closing.push_async_callback(bridge.finish)  # for a start that fails
                 if self._mounted:
                     app = await _http_app(bridge)
                 elif options.transport == "stdio":
@@ -4102,7 +4104,7 @@ class _Life:
                     address = f", at {options.url}"
                     if options.explorer:
                         address += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
-                closing.push_async_callback(bridge.finish)
+                closing.push_async_callback(bridge.finish)  # before the transport closes, so that answers are sent
                 await _log_start(bridge, address)
                 await _run_callback(options.on_startup)
                 closing.push_async_callback(_run_callback, options.on_shutdown)

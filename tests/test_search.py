@@ -265,6 +265,11 @@ async def test_a_long_query_costs_no_more_than_a_short_one() -> None:
         assert (await find(client, f"needle {words}"))[0] == "the.needle"
 
 
+async def test_a_module_whose_id_has_no_word_is_found_by_its_description_and_harms_no_search() -> None:
+    async with connect({"a.b": about("Rotate a picture"), "image.crop": echo}, search=True) as client:
+        assert await find(client, "rotate") == ["a.b"]
+
+
 async def test_a_search_sees_what_is_registered_and_unregistered(mode: str) -> None:
     async with followed(stage(), mode, search=True) as (client, changes):
         assert await find(client, "grown") == []
