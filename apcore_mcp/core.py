@@ -1904,7 +1904,8 @@ _DESCRIPTORS = [
 ]
 
 _FOUND_MAX = 10  # tools in one answer
-_QUERY_WORDS_MAX = 50  # further words of a query are not looked for
+_QUERY_CHARACTERS_MAX = 1_000  # of a query, nothing behind these is read
+_QUERY_WORDS_MAX = 50  # and no more words are looked for
 _GROUPS_MAX = 50  # groups of tools that are named where nothing is found
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where a word begins in camel case
 # Two letters or digits at least. Chinese and Japanese put no spaces between words, so there each character is one.
@@ -1920,8 +1921,8 @@ def _words(text: str) -> list[str]:
 
 @dataclasses.dataclass
 class _Keywords:
-    """The words of a tool's names, and all by which it is found, with a space before each: so `" repo" in everything`
-    holds where a word begins with "repo". In a name of many words, each says less: `weight`."""
+    """The words of a tool's names, and all the words by which it is found, each with a space before it: `" repo" in
+    everything` is true where a word begins with "repo". By `weight`, each word of a long name counts less."""
 
     names: str
     everything: str
@@ -1930,7 +1931,7 @@ class _Keywords:
 
 def _keywords_of(tool: _Tool) -> _Keywords:
     names = [word for name in {tool.module_id, tool.name} for word in _words(name)]
-    texts = [*tool.about.title.values(), tool.about.description, *map(str, tool.descriptor.tags)]
+    texts = [*tool.about.title.values(), tool.about.description, *tool.about.tags]
     for schema in _subschemas(tool.input_schema):
         texts += _properties(schema)
         texts.append(schema.get("description", ""))
@@ -1944,7 +1945,7 @@ def _rank(query: str, keywords: Mapping[_Tool, _Keywords]) -> list[_Tool]:
     A word also finds its plural and longer words; a rare one counts more, and one in a name three times as much. How
     well that works is measured by `python -m tests.benchmarks.search`."""
     scores = dict.fromkeys(keywords, 0.0)
-    words = dict.fromkeys(_ENDING.sub("", word) for word in _words(query))
+    words = dict.fromkeys(_ENDING.sub("", word) for word in _words(query[:_QUERY_CHARACTERS_MAX]))
     for word in itertools.islice(words, _QUERY_WORDS_MAX):
         beginning = f" {word}"
         matching = [tool for tool in keywords if beginning in keywords[tool].everything]
@@ -1989,7 +1990,7 @@ class _SearchTools:
         tools = await self._catalog.offered(self._catalog.tools.values(), caller)
         found = self._find(arguments["query"], tools)
         if not found:
-            # No structured content: Codex shows its model that alone, and an empty list says nothing.
+            # Without structured content: Codex shows its model nothing else where there is any.
             return {"content": [{"type": "text", "text": _groups(tools)}], "isError": False, "resultType": "complete"}
         listing = []
         for tool in found:
@@ -1997,7 +1998,7 @@ class _SearchTools:
             listing.append({"name": name_of(tool), "description": tool.about.description, "inputSchema": schema})
         return {
             "content": [{"type": "text", "text": _to_text(listing)}],
-            # An object, and the same: Gemini CLI reads JSON text as structured content, and refuses an array there.
+            # Without it, Gemini CLI would take the text for structured content, and refuse an array.
             "structuredContent": {"result": listing},
             "isError": False,
             "resultType": "complete",
@@ -2113,7 +2114,7 @@ def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, 
     A schema is told from others by types, constants and names alone: a pattern, or a list of distinct items, can take a
     validator minutes, and the module's own validation follows anyway. Inside a union, reading stops at the first
     mismatch; outside, nobody asks for the answer. Each part of `value` is read once by each schema that may describe
-    it, as a union's branch that is found to fit is not read again: or the time would double with each nested union."""
+    it: if the branch that fits were read again, the time would double with each nested union."""
     fits = _suits(value, schema)
     if in_union and not fits:
         return value, False
@@ -2205,11 +2206,11 @@ def to_openai_tools(
     `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
     `"strict": True` and rewrites the parameters for OpenAI's strict mode; what OpenAI will refuse all the same is
     logged as a WARNING per tool. `tags` (all of them) and `prefix` choose modules; with an `identity`, so does the ACL:
-    only what it lets that caller call is offered. `search` gives `search_tools` and `call_tool` in their place, which
-    `run_openai_call(search=True)` understands: a model finds the others by these. `call_tool` is never strict, as its
-    arguments are open. A module that cannot be converted is left out with a WARNING. Raises
-    TypeError for neither a Registry nor an Executor; ValueError for an empty tag or prefix, and for a module id with a
-    hyphen, which nobody could tell from a dot. Source: FR-OPENAI-001 to -007.
+    only what it lets that caller call is offered. With `search` there are two functions in the place of all,
+    `search_tools` and `call_tool`, for `run_openai_call(search=True)`; `call_tool` is never strict, as its arguments
+    are open. A module that cannot be converted is left out with a WARNING. Raises TypeError for neither a Registry nor
+    an Executor; ValueError for an empty tag or prefix, and for a module id with a hyphen, which nobody could tell from
+    a dot. Source: FR-OPENAI-001 to -007.
     """
     options = _options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix, search=search)
     catalog = _ToolCatalog(options)
@@ -3948,29 +3949,31 @@ async def run_openai_call(
 
         output = await run_openai_call(executor, call.function.name, call.function.arguments)
 
-    That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), with a line for each file, or the
-    plain sentence of the error, also for a function that was not offered. Nulls are dropped as by `from_openai_call`.
-    `tags`, `prefix`, `identity` (the caller, to the ACL) and `search` are those that `to_openai_tools` had. There is
-    nobody to ask for an approval: "require" and "deny" refuse a call that needs one, "auto" lets it run with a WARNING
-    and "off" without one; an apcore `ApprovalHandler` decides itself, and so does the one that an Executor already has.
-    Raises TypeError and ValueError for wrong options, and nothing that a module raised."""
+    That is the result as an MCP client gets it (JSON, redacted, ISO dates, base64), then each text file and a line for
+    any other, or the plain sentence of the error, also for a function that was not offered. Nulls are dropped as by
+    `from_openai_call`. `tags`, `prefix`, `identity` (the caller, to the ACL) and `search` are those that
+    `to_openai_tools` had. There is nobody to ask for an approval: "require" and "deny" refuse a call that needs one,
+    "auto" lets it run with a WARNING and "off" without one; an apcore `ApprovalHandler` decides itself, and so does the
+    one that an Executor already has. Raises TypeError and ValueError for wrong options, and nothing that a module
+    raised."""
     options = _options_of(
         "run_openai_call()", registry_or_executor, tags=tags, prefix=prefix, search=search, approval=approval
     )
     catalog = _ToolCatalog(options)
     try:
         inputs = _read_arguments(name, arguments)
-        search_tools = _SearchTools(catalog, options)
-        if name in search_tools.tools:
-            answer = await search_tools.answer(name, inputs, identity, lambda tool: _portable_name(tool.module_id))
-            if answer is not None:
-                return str(answer["content"][0]["text"])
-            name, inputs = _target_of(inputs)
+    except ValueError as error:
+        return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
+    search_tools = _SearchTools(catalog, options)
+    if name in search_tools.tools:
+        answer = await search_tools.answer(name, inputs, identity, lambda tool: _portable_name(tool.module_id))
+        if answer is not None:
+            return str(answer["content"][0]["text"])
+        name, inputs = _target_of(inputs)
+    try:
         tool = _called_tool(options, name)
     except _NotOffered:
         return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
-    except ValueError as error:
-        return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
     call = _Call(tool, _read(inputs, tool.input_schema)[0], options, identity)
     result = await _ExecutionRouter(catalog, options).run(call)
     text, *files = result["content"]

@@ -5,6 +5,7 @@ Demanded by FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-003.
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
 import datetime
@@ -617,14 +618,19 @@ async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
     assert told == part.text
 
 
-async def test_a_model_is_told_of_each_file_in_a_line() -> None:
+async def test_a_model_reads_text_files_and_is_told_of_others_in_a_line() -> None:
     def file(kind: str) -> dict[str, Any]:
         return {**STRING, "contentEncoding": "base64", "contentMediaType": kind}
 
-    output = {"type": "object", "properties": {"chart": file("image/png"), "page": file("application/pdf")}}
-    drawn = FunctionalModule(lambda inputs, context: {"chart": "YQ==", "page": "Yg==", "n": 1}, output_schema=output)
-    told = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}")
-    assert told.splitlines() == ['{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]"]
+    properties = {"chart": file("image/png"), "page": file("application/pdf"), "table": file("text/csv")}
+    files = {"chart": "YQ==", "page": "Yg==", "table": base64.b64encode(b"a,b\n1,2").decode()}
+    drawn = FunctionalModule(
+        lambda inputs, context: {**files, "n": 1}, output_schema={"type": "object", "properties": properties}
+    )
+    text = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}")
+    assert text.splitlines() == [
+        '{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]", "a,b", "1,2",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
