@@ -1892,8 +1892,7 @@ _DESCRIPTORS = [
             "type": "object",
             "properties": {
                 "name": {"type": "string", "description": "The name of the tool"},
-                # Marked, so that wrong ones are not quoted, as they may hold values that the tool's own schema marks.
-                "arguments": {"type": "object", "description": "Its arguments", "x-sensitive": True},
+                "arguments": {"type": "object", "description": "Its arguments"},
             },
             "required": ["name"],
             "additionalProperties": False,
@@ -1908,8 +1907,11 @@ _QUERY_CHARACTERS_MAX = 1_000  # of a query, nothing behind these is read
 _QUERY_WORDS_MAX = 50  # and no more words are looked for
 _GROUPS_MAX = 50  # groups of tools that are named where nothing is found
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where a word begins in camel case
-# Two letters or digits at least. Chinese and Japanese put no spaces between words, so there each character is one.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]{2,}")
+# Chinese and Japanese put no spaces between words, so there each character is one.
+_IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+# Vowels and points that Python counts to no word: combining ones, Hebrew, Arabic, of India and of Thailand.
+_VOWEL_SIGNS = r"\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0963\u0971-\u0dff\u0e31-\u0e4e"
+_WORD = re.compile(rf"[{_IDEOGRAPHS}]|(?:[^\W_{_IDEOGRAPHS}]|[{_VOWEL_SIGNS}]){{2,}}")
 # What plurals end in, and singulars whose plurals end otherwise: policies, boxes, branches, files; policy.
 _ENDING = re.compile(r"(?<=\w\w)(ies|(?<=[sxz])es|(?<=[cs]h)es|s)$|(?<=\w{3}[^aeiou])y$")
 
@@ -1971,7 +1973,12 @@ class _SearchTools:
 
     def faults(self, name: str, arguments: JSONObject) -> list[dict[str, str]]:
         """What is wrong with the arguments of one of the two."""
-        return [*itertools.islice(_faults(self.tools[name], arguments), _ERRORS_MAX)]
+        faults = [*itertools.islice(_faults(self.tools[name], arguments), _ERRORS_MAX)]
+        for fault in faults:
+            # Not in jsonschema's words, which quote what may be marked in the schema of the tool that was meant.
+            if name == _CALL_TOOL and fault["code"] != "required":
+                fault["message"] = 'The form is {"name": "...", "arguments": {...}}, with an object as arguments'
+        return faults
 
     async def answer(
         self, name: str, arguments: JSONObject, caller: Identity | None, name_of: Callable[[_Tool], str]

@@ -143,16 +143,19 @@ async def test_neither_can_be_called_through_the_other(name: str) -> None:
         failure(await client.call_tool("call_tool", arguments), f"Module not found: {name}")
 
 
+FORM = 'The form is {"name": "...", "arguments": {...}}, with an object as arguments'
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "lines"),
     [
         pytest.param("search_tools", {}, [("query", "Field required", "required")], id="no-query"),
         pytest.param("search_tools", {"query": 5}, [("query", "5 is not of type 'string'", "type")], id="number"),
         pytest.param("call_tool", {}, [("name", "Field required", "required")], id="no-name"),
-        pytest.param("call_tool", {"name": None}, [("name", "Value is not valid", "type")], id="name-null"),
-        pytest.param("call_tool", {"name": "a", "arguments": "{}"}, [("arguments", "Value is not valid", "type")],
+        pytest.param("call_tool", {"name": None}, [("name", FORM, "type")], id="name-null"),
+        pytest.param("call_tool", {"name": "a", "arguments": "{}"}, [("arguments", FORM, "type")],
                      id="arguments-as-text"),
-        pytest.param("call_tool", {"name": "a", "x": 1}, [("(root)", "Value is not valid", "additionalProperties")],
+        pytest.param("call_tool", {"name": "a", "x": 1}, [("(root)", FORM, "additionalProperties")],
                      id="arguments-beside-the-name"),
     ],
 )  # fmt: skip
@@ -263,6 +266,26 @@ async def test_a_long_query_costs_no_more_than_a_short_one() -> None:
     words = " ".join(f"w{number}" for number in range(400_000))
     async with connect({**modules, "the.needle": echo}, search=True) as client:
         assert (await find(client, f"needle {words}"))[0] == "the.needle"
+
+
+async def test_a_call_of_the_wrong_form_is_told_the_right_one_and_quotes_nothing() -> None:
+    """The arguments as text, and beside the name: what a model gets wrong most often."""
+    card = {"type": "object", "properties": {"card": {"type": "string", "x-sensitive": True}}}
+    registry = registry_of({"pay.charge": FunctionalModule(echo, input_schema=card)})
+    as_text = {"name": "pay-charge", "arguments": '{"card": "4111"}'}
+    for wrong in (as_text, {"name": "pay-charge", "card": "4111"}):
+        told = await run_openai_call(registry, "call_tool", wrong, search=True)
+        with pytest.raises(ValueError, match="not valid") as refused:
+            from_openai_call(registry, "call_tool", wrong, search=True)
+        for text in (told, str(refused.value)):
+            assert '{"name": "...", "arguments": {...}}' in text
+            assert "4111" not in text
+
+
+async def test_words_have_their_vowels_in_every_script() -> None:
+    async with connect({"m.t": about("दिन की रिपोर्ट"), "m.u": about("שָׁלוֹם")}, search=True) as client:
+        assert await find(client, "रिपोर्ट") == ["m.t"]
+        assert await find(client, "שָׁלוֹם") == ["m.u"]
 
 
 async def test_a_module_whose_id_has_no_word_is_found_by_its_description_and_harms_no_search() -> None:
