@@ -102,6 +102,7 @@ from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
 from jsonschema.validators import extend
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -2407,6 +2408,18 @@ def _form(requested_schema: JSONSchema | None) -> JSONSchema:
     return form
 
 
+def _check_answer(content: JSONObject, form: JSONSchema) -> None:
+    """ValueError or jsonschema's error for an answer that its form does not accept."""
+    for name, field in form["properties"].items():
+        items = field.get("items", {})
+        options = items.get("enum") or items.get("anyOf") or ()
+        chosen = content.get(name)
+        # Jsonschema would look for each of a million in all the options, and every other client wait.
+        if isinstance(chosen, list) and len(chosen) > len(options):
+            raise ValueError("More was chosen than there is")
+    _AnswerValidator(form).validate(content)
+
+
 @dataclasses.dataclass(eq=False)
 class _Call:
     """One running tool call, and the way back to the user who made it.
@@ -2425,7 +2438,8 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.label = _label(self.tool.module_id, self.caller)
-        self.meta: Any = {}
+        self.has_progress_token = False  # whether the request that the call answers next wants progress
+        self.trace: dict[str, str] = {}  # the client's span, where it sent one (SEP-414)
         self.session: Any = None  # of the request that the call answers next; None when there is none
         self.parks = False  # whether a question answers that request, and the call waits for the client's retry
         self.can_ask = False
@@ -2442,7 +2456,11 @@ class _Call:
         """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
         self.turn.clear()
         self.session = ctx.session
-        self.meta = ctx.meta or {}
+        # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
+        meta: Mapping[str, Any] = ctx.meta or {}
+        self.has_progress_token = "progress_token" in meta
+        texts = {key: meta.get(key) for key in ("traceparent", "tracestate")}
+        self.trace = {key: text for key, text in texts.items() if isinstance(text, str) and len(text) <= 512}
         self._request_id = ctx.request_id
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
@@ -2519,7 +2537,7 @@ class _Call:
                         answer = await self.session.elicit_form(message, form, self._request_id)
                 content: JSONObject = answer.content or {}
                 if answer.action == "accept":
-                    _AnswerValidator(form).validate(content)
+                    _check_answer(content, form)
                     return content
             except Exception as error:  # the client's fault or its connection's: the module goes on without an answer
                 logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
@@ -2626,7 +2644,9 @@ class _RunningModule(_ModuleView):
         try:
             if inspect.iscoroutinefunction(execute):
                 return await execute(inputs, context)
-            return await asyncio.get_running_loop().run_in_executor(None, execute, inputs, context)
+            # With its context variables, as a host's own pool does not copy them: what the module calls needs approval.
+            run = functools.partial(contextvars.copy_context().run, execute, inputs, context)
+            return await asyncio.get_running_loop().run_in_executor(None, run)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             self.exit = error
         finally:
@@ -2846,8 +2866,8 @@ def _approval_question(request: ApprovalRequest) -> str:
     schemas = [definition.input_schema]
     model: Any = getattr(module, "input_schema", None)
     is_model = isinstance(model, _Model)
-    if is_model:  # apcore describes it by its aliases, and a caller may write the names of its fields
-        schemas.append(TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema))
+    if is_model:
+        schemas.append(_schema_by_names(model))
     arguments = json.loads(json.dumps(request.arguments, default=_argument_as_json))
     shown = _redact(arguments, *map(_marks_or_all, schemas), hides_unknown=is_model)
     if shown == REDACTED_VALUE:  # the schema as a whole is marked
@@ -2869,6 +2889,19 @@ def _marks_or_all(schema: JSONSchema) -> JSONSchema:
         return _marks(_SchemaConverter(BaseModel).inline(schema)) if _marks_sensitive(schema) else {}
     except (ValueError, KeyError):
         return {"x-sensitive": True}
+
+
+def _schema_by_names(model: type[BaseModel]) -> JSONSchema:
+    """The schema of a model by the names of its fields and by other choices of an alias: a caller may write either, and
+    apcore describes it by one alias."""
+    schema = TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema)
+    properties = _properties(schema)
+    for name, field in model.model_fields.items():
+        if name in properties and isinstance(field.validation_alias, AliasChoices):
+            for choice in field.validation_alias.choices:
+                if isinstance(choice, str):
+                    properties.setdefault(choice, properties[name])
+    return schema
 
 
 def _argument_as_json(value: object) -> Any:
@@ -3108,7 +3141,7 @@ class _ExecutionRouter:
         """Begin a call. Returns its result, or the question that it asks first."""
         context: Context[Any] = Context.create(
             identity=call.caller,
-            trace_parent=TraceContext.extract(call.meta),  # the client's span, when it sent one (SEP-414)
+            trace_parent=TraceContext.extract(call.trace),
             cancel_token=call.token,
             data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
         )
@@ -3169,7 +3202,7 @@ class _ExecutionRouter:
             errors = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
             if errors:
                 raise SchemaValidationError(f"Input validation failed: {errors}", errors)
-        is_streamed = tool.about.annotations.streaming and "progress_token" in call.meta
+        is_streamed = tool.about.annotations.streaming and call.has_progress_token
         if is_streamed:  # the merged chunks, each sent as a progress notification (FR-STREAM-001)
             output: JSONObject = {}
             stream: Any = self._executor.stream(tool.module_id, call.arguments, context)

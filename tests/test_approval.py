@@ -22,14 +22,14 @@ from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotat
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.errors import ApprovalDeniedError, SchemaValidationError
-from conftest import MODERN, FunctionalModule, connect, registry_of, serving
+from conftest import MODERN, FunctionalModule, connect, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp_types import ElicitResult
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
-from support import DENIED, UNASKED, accept, asking, guarded, messages_logged, modern, text_of
+from support import DENIED, UNASKED, accept, asking, client_of, guarded, messages_logged, modern, text_of
 
-from apcore_mcp import ElicitationApprovalHandler
+from apcore_mcp import ElicitationApprovalHandler, async_serve
 
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
@@ -48,6 +48,16 @@ def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     """An Executor of one module that needs approval, and its runs."""
     ran: list[dict[str, Any]] = []
     return Executor(registry_of({"wipe": guarded(ran)}), **options), ran
+
+
+async def test_what_a_sync_module_calls_without_its_context_needs_approval_inside_a_host_too() -> None:
+    """The threads of a host's event loop copy no context variables."""
+    executor, ran = wiping()
+    sync = FunctionalModule(lambda inputs, context: executor.call("wipe", inputs))
+    executor.registry.register("sync", sync)
+    async with async_serve(executor, approval="deny") as app, hosting(app) as url, client_of(url) as client:
+        assert (await client.call_tool("sync", {"disk": "a"})).is_error
+    assert ran == []
 
 
 @pytest.mark.requirement("FR-ANNOT-006")
@@ -589,6 +599,7 @@ class Payment(BaseModel):
     amount: int
     pin: str = Field(alias="PIN", json_schema_extra={"x-sensitive": True})
     code: str = Field("", validation_alias=AliasChoices("code", "otp"), json_schema_extra={"x-sensitive": True})
+    purpose: str = Field("", validation_alias=AliasChoices("purpose", "for"))
     login: Login | None = None
     model_config = ConfigDict(populate_by_name=True)
 
@@ -618,8 +629,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "login": f'{{"user": "a", "password": {HIDDEN}}}'},
     ),
     "by-another-name": (
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "otp": "s3cret"},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "otp": HIDDEN},
+        {"to": "Ada", "amount": 7, "pin": "s3cret", "otp": "s3cret", "for": "rent"},
+        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "otp": HIDDEN, "for": '"rent"'},
     ),
     "in-another-form": (
         {"to": "Ada", "amount": 7, "pin": "s3cret", "account": "ada:s3cret"},

@@ -5,9 +5,11 @@ cannot be called (FR-EXEC-007, FR-STREAM-001, FR-ERROR-001).
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -280,6 +282,23 @@ def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
             retried = ask(number, requestState=states[number], inputResponses=answers)
             assert retried["result"]["structuredContent"] == {"n": number, "answer": {}}
         assert ask(1001)["result"]["resultType"] == "input_required"
+
+
+async def test_a_parked_call_keeps_nothing_of_a_requests_meta() -> None:
+    """Each may be as large as a request, and a thousand calls may wait."""
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Who?", SCHEMA, key="name")}
+
+    async with wired({"ask": patient}) as wire:
+        tracemalloc.start()
+        try:
+            for _ in range(4):
+                await wire.question("ask", {}, meta={"filler": "x" * 2_000_000})
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept < 4_000_000
 
 
 async def test_parked_calls_hold_two_mebibytes_of_arguments_together_and_one_more_is_given_up() -> None:
