@@ -311,8 +311,8 @@ _ONLY_OFF = "approval_handler authenticator strategy trace observability output_
 def _options_of(door: str, /, *sources: Any, **options: Any) -> _Options:
     """The checked options of a call of the public `door`, with an Executor in the place of whatever is to be served.
 
-    TypeError that names the door for what is no option and for a value of a wrong type; ValueError for a value that is
-    not allowed."""
+    Also sets the level of this package's logger. TypeError that names the door for what is no option and for a value of
+    a wrong type; ValueError for a value that is not allowed."""
     unused = []
     for name in sorted(options):
         if name in _WITHOUT_EFFECT or (name in _ONLY_OFF and options[name] in (None, False)):
@@ -1286,7 +1286,7 @@ class _ErrorMapper:
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
     def _read(self, error: BaseException) -> JSONObject:
-        """The same for an error whose attributes are what apcore's classes make of them; for others it may raise."""
+        """Build the result of `to_result`; may raise where a module's own exception has attributes of odd types."""
         cause: BaseException = error
         if isinstance(error, ModuleExecuteError) and error.cause is not None:
             cause = error.cause  # what the module raised
@@ -1353,7 +1353,7 @@ class _ErrorMapper:
         return text, report
 
     def _explain_validation(self, error: SchemaValidationError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
-        """The same for arguments or an output of the tool itself that break their schema: a line for each field."""
+        """The text for arguments or an output of the tool itself that break their schema: a line for each field."""
         title = "Input validation failed"
         report: JSONObject = {}
         faults: list[dict[str, str]] = []
@@ -3224,7 +3224,7 @@ class _ExecutionRouter:
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
-_SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (SRS NFR-REL-001)
+_SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (NFR-REL-001)
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
@@ -3233,7 +3233,7 @@ _APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
 class _Activity:
-    """How many requests have been read and are not settled yet, by an answer or by their cancellation."""
+    """Counts requests that were read and are neither answered nor cancelled; some twice, where read and where handled."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -4192,7 +4192,7 @@ def _door(options: Callable[P, _Options], enter: Callable[[_Options], T]) -> Cal
 def _constructor(
     options: Callable[P, _Options], construct: Callable[[Any, _Options], None]
 ) -> Callable[Concatenate[Any, P], None]:
-    """The same for a constructor."""
+    """Give a constructor that takes `_Options` the options as its parameters, as `_door` does for a function."""
 
     @functools.wraps(construct)
     def constructor(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
