@@ -3233,7 +3233,7 @@ _APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
 class _Activity:
-    """Counts requests that were read and are neither answered nor cancelled; some twice, where read and where handled."""
+    """Counts requests that were read and are neither answered nor cancelled; one may count where it is handled, too."""
 
     def __init__(self) -> None:
         self._count = 0
