@@ -465,9 +465,14 @@ def _subschemas(schema: Any) -> Iterator[JSONSchema]:
 
 
 def _branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
-    """The schemas directly inside `schema` that stand under `keywords`."""
+    """The schemas directly inside `schema` that stand under `keywords`, but for boolean ones."""
     branches: list[JSONSchema] = []
-    _map_subschemas({key: value for key, value in schema.items() if key in keywords}, branches.append)
+    for keyword, value in schema.items():
+        if keyword in keywords:
+            if keyword in _SCHEMA_MAPS:
+                value = [*value.values()]
+            items = value if isinstance(value, list) else [value]
+            branches += [item for item in items if isinstance(item, dict)]
     return branches
 
 
@@ -518,8 +523,7 @@ class _SchemaConverter:
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
         self._nodes = 0
-        self._depth = 0  # of the innermost reference so far
-        self._targets: dict[int, tuple[JSONSchema, int, int]] = {}  # written out, with their nodes and their depth
+        self._targets: dict[tuple[int, int], tuple[JSONSchema, int]] = {}  # written out, with their nodes
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         inlined = self._visit(schema, resolver, ["#"])
         self._drop_class_name(inlined, getattr(self._pydantic_type, "__name__", ""))
@@ -530,7 +534,7 @@ class _SchemaConverter:
         references that led to it, outermost first."""
         if isinstance(node, bool):
             return {} if node else {"not": {}}
-        self._count(1, len(opened))
+        self._count(1)
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         if self._pydantic_type is not None and ("pattern" in result or "patternProperties" in result):
             result = _with_readable_patterns(result)
@@ -557,23 +561,22 @@ class _SchemaConverter:
         if ref in opened:
             path = map(posixpath.basename, [*opened[opened.index(ref) :], ref])
             raise _Unconvertible(f"Circular reference: {' -> '.join(path)}")
+        if len(opened) > _REF_DEPTH_MAX:
+            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} references")
         try:
             target = resolver.lookup(ref)
         except Unresolvable:
             raise KeyError(f"definition {posixpath.basename(ref)} is missing") from None
-        # Each definition is written out once: two that use each other twice, and so on, would double the time as well.
-        key = id(target.contents)
+        # At each depth a definition is written out once, or two that use each other twice would double the time.
+        key = (id(target.contents), len(opened))
         if key in self._targets:
-            schema, nodes, depth = self._targets[key]
-            self._count(nodes, len(opened) + depth)
+            schema, nodes = self._targets[key]
+            self._count(nodes)
             return schema
         nodes_before = self._nodes
-        depth_before = self._depth
-        self._depth = 0
         schema = self._visit(target.contents, target.resolver, [*opened, ref])
         self._drop_class_name(schema, posixpath.basename(ref))
-        self._targets[key] = (schema, self._nodes - nodes_before, self._depth - len(opened))
-        self._depth = max(self._depth, depth_before)
+        self._targets[key] = (schema, self._nodes - nodes_before)
         return schema
 
     def _drop_class_name(self, schema: JSONSchema, name: str) -> None:
@@ -584,12 +587,11 @@ class _SchemaConverter:
             if f"__{title}__" in f"__{_PYDANTIC_NAMES.normalize_name(name)}__":
                 del schema["title"]
 
-    def _count(self, nodes: int, depth: int) -> None:
-        """Add `nodes` schemas to the result, the innermost of them inside `depth` references, the root counted too."""
+    def _count(self, nodes: int) -> None:
+        """Add `nodes` schemas to the result."""
         self._nodes += nodes
-        self._depth = max(self._depth, depth)
-        if self._nodes > _NODES_MAX or self._depth > _REF_DEPTH_MAX + 1:
-            raise _Unconvertible(f"Maximum recursion depth exceeded: {_REF_DEPTH_MAX} references, {_NODES_MAX} nodes")
+        if self._nodes > _NODES_MAX:
+            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_NODES_MAX} nodes")
 
 
 def _with_readable_patterns(schema: JSONSchema) -> JSONSchema:
@@ -2128,7 +2130,8 @@ def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, 
         return value, False
     if isinstance(value, dict | list):
         parts: dict[Any, Any] = {}
-        for step, item, item_schemas in _parts(value, schema):
+        for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+            item_schemas = [*_part_schemas([schema], step)]
             accepted = not item_schemas
             for item_schema in item_schemas:  # several where names have patterns: nothing tells which ones count
                 item, item_fits = _read(item, item_schema, in_union)
@@ -2163,20 +2166,6 @@ def _suits(value: Any, schema: JSONSchema) -> bool:
     if "enum" in schema and value not in schema["enum"]:
         return False
     return value is not None or "not" not in schema or not _is_valid(None, schema["not"])
-
-
-def _parts(value: JSONObject | list[Any], schema: JSONSchema) -> Iterator[tuple[Any, Any, list[JSONSchema]]]:
-    """The properties or items of `value`: the name or index of each, itself, and what `schema` says of it."""
-    if isinstance(value, dict):
-        fields = _properties(schema)
-        others = _branches(schema, _OTHER_PROPERTIES)
-        for name, item in value.items():
-            yield name, item, [fields[name]] if name in fields else others
-    else:
-        places = schema.get("prefixItems", [])
-        others = _branches(schema, ["items", "unevaluatedItems"])
-        for index, item in enumerate(value):
-            yield index, item, places[index : index + 1] or others
 
 
 def _read_union(value: Any, schema: JSONSchema, branches: list[JSONSchema]) -> tuple[Any, bool]:
