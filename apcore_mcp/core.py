@@ -2117,7 +2117,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
     return strict
 
 
-def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, bool]:
+def _drop_nulls(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, bool]:
     """Undo strict mode in what a model wrote: copy `value` without the nulls that stand for absent properties, at every
     depth, and say whether `schema` accepts the copy.
 
@@ -2134,7 +2134,7 @@ def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, 
             item_schemas = [*_part_schemas([schema], step)]
             accepted = not item_schemas
             for item_schema in item_schemas:  # several where names have patterns: nothing tells which ones count
-                item, item_fits = _read(item, item_schema, in_union)
+                item, item_fits = _drop_nulls(item, item_schema, in_union)
                 accepted = accepted or item_fits
             if item is None and isinstance(value, dict) and not accepted:
                 continue
@@ -2147,11 +2147,11 @@ def _read(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple[Any, 
         else:
             value = [*parts.values()]
     for inner in schema.get("allOf", ()):
-        value, inner_fits = _read(value, inner, in_union)
+        value, inner_fits = _drop_nulls(value, inner, in_union)
         fits = fits and inner_fits
     for keyword in ("anyOf", "oneOf"):
         if keyword in schema:
-            value, inner_fits = _read_union(value, schema, schema[keyword])
+            value, inner_fits = _drop_nulls_in_union(value, schema, schema[keyword])
             fits = fits and inner_fits
     return value, fits
 
@@ -2168,11 +2168,11 @@ def _suits(value: Any, schema: JSONSchema) -> bool:
     return value is not None or "not" not in schema or not _is_valid(None, schema["not"])
 
 
-def _read_union(value: Any, schema: JSONSchema, branches: list[JSONSchema]) -> tuple[Any, bool]:
+def _drop_nulls_in_union(value: Any, schema: JSONSchema, branches: list[JSONSchema]) -> tuple[Any, bool]:
     """Read `value` by the first of `branches`, a union inside `schema`, that accepts it and knows every name in it."""
     for branch in branches:
         if not isinstance(value, dict) or _knows(value, schema, branch):
-            candidate, fits = _read(value, branch, in_union=True)
+            candidate, fits = _drop_nulls(value, branch, in_union=True)
             if fits:
                 return candidate, True
     return value, False
@@ -2272,7 +2272,7 @@ def from_openai_call(
             raise ValueError(f"Arguments of {name!r} are not valid: {fault['field'] or '(root)'}: {fault['message']}")
         name, inputs = _target_of(inputs)
     tool = _called_tool(options, name)
-    return tool.module_id, _read(inputs, tool.input_schema)[0]
+    return tool.module_id, _drop_nulls(inputs, tool.input_schema)[0]
 
 
 def _read_arguments(name: str, arguments: str | JSONObject) -> JSONObject:
@@ -4003,7 +4003,7 @@ async def run_openai_call(
         tool = _called_tool(options, name)
     except _NotOffered:
         return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
-    call = _Call(tool, _read(inputs, tool.input_schema)[0], options, identity)
+    call = _Call(tool, _drop_nulls(inputs, tool.input_schema)[0], options, identity)
     result = await _ExecutionRouter(catalog, options).run(call)
     text, *files = result["content"]
     lines = [text["text"]]
