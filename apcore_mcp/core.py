@@ -1802,13 +1802,19 @@ class _ToolCatalog:
         self._refresh()
         return self._by_name.get(_portable_name(name))
 
+    @property
+    def acls(self) -> list[ACL]:
+        """The ACLs of the Executor, as it is now: those of its steps that have one."""
+        steps = self._options.executor.current_strategy.steps
+        return [step.acl for step in steps if isinstance(step, BuiltinACLCheck) and step.acl is not None]
+
     async def offered(self, tools: Iterable[_Tool], caller: Identity | None) -> list[_Tool]:
         """Those of `tools` that the Executor's ACL, as it is now, lets `caller` call: by a copy of its rules, as a list
         has no place in its audit. An ACL of another class may have more than rules, and decides about calls only."""
         offered = [*tools]
-        for step in self._options.executor.current_strategy.steps:
-            if isinstance(step, BuiltinACLCheck) and type(step.acl) is ACL:
-                check = ACL([*step.acl.rules], step.acl.default_effect).async_check_access
+        for acl in self.acls:
+            if type(acl) is ACL:
+                check = ACL([*acl.rules], acl.default_effect).async_check_access
                 context: Context[Any] = Context.create(identity=caller)
                 offered = [tool for tool in offered if (await check(None, tool.module_id, context)).access == "allow"]
         return offered
@@ -3484,6 +3490,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
             # Relative to the page, as its absolute path may have a prefix that a proxy removes.
             "endpoint": posixpath.relpath(urlsplit(options.url).path, options.explorer_prefix),
             "allowExecute": options.allow_execute,
+            "hasACL": bool(bridge.catalog.acls),
         }
         return answer(about)
 

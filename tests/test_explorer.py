@@ -101,7 +101,7 @@ async def test_without_explorer_nothing_of_it_is_there() -> None:
 async def test_the_server_says_what_it_is() -> None:
     options = {"name": "house", "version": "2.1", "instructions": "Knock.", "transport": "sse"}
     async with explorer(**options) as client:
-        told = {**options, "endpoint": "../sse", "allowExecute": True}
+        told = {**options, "endpoint": "../sse", "allowExecute": True, "hasACL": False}
         assert (await client.get("/explorer/server")).json() == told
 
 

@@ -247,6 +247,13 @@ def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is
         assert posted() == []
 
 
+def test_an_empty_list_behind_an_acl_says_that_a_token_may_be_missing(page: Page) -> None:
+    nobody = Executor(registry_of({"door.open": echo}), acl=ACL([], default_effect="deny"))
+    with serving(nobody, explorer=True) as url:
+        page.goto(f"{url}/explorer/")
+        expect(page.get_by_role("main")).to_contain_text("It offers you no tools: what its ACL lets you call depends")
+
+
 def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
     registry = registry_of()
     with serving(registry, explorer=True, transport="sse") as url:
