@@ -226,6 +226,21 @@ async def test_only_this_machine_and_the_servers_own_pages_are_let_in() -> None:
     assert ran == [name for name, (_, status) in REFUSED_OR_NOT.items() if status == 200]
 
 
+@pytest.mark.parametrize(
+    ("origins", "status"),
+    [
+        (("http://127.0.0.1:8000", "https://127.0.0.1:8000"), 200),
+        (("https://127.0.0.1:8000", "http://evil.example"), 403),
+    ],
+    ids=["both-its-own", "one-of-them-foreign"],
+)
+async def test_of_several_origins_each_has_to_be_the_servers_own(origins: tuple[str, ...], status: int) -> None:
+    async with asgi_client(registry_of({"demo.note": echo})) as client:
+        posted = call("demo.note", {})
+        headers = [*posted["headers"].items(), *(("Origin", origin) for origin in origins)]
+        assert (await client.post("/mcp", **posted | {"headers": headers})).status_code == status
+
+
 LOOPBACK_ONLY = {
     ("localhost:1", "http://localhost:1"): 200,
     ("localhost:1", "http://localhost:2"): 403,
