@@ -1489,6 +1489,7 @@ def _document(tool: _Tool) -> str:
 
 _IGNORED_NAMES = re.compile(r"[._]|node_modules$")  # of files and folders that are neither loaded nor looked at
 _MODULE_FILES = (".py", "_meta.yaml", ".binding.yaml")
+_LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 _FileState = tuple[int, int, int] | str  # a file's inode, time and size; or what keeps it from being read
 
 
@@ -1513,32 +1514,42 @@ class _Files:
     """The files below a registry's extensions directories, and the modules that each of them has defined.
 
     `update()` loads what is new or has changed and unregisters what has gone, each at the cost of that file alone. What
-    cannot be loaded is left out with a WARNING until its file changes, or the ID is free that another module has. Any
-    thread; one update at a time."""
+    cannot be loaded is left out with a WARNING until its file changes, or the ID is free that another module has. A
+    change counts when two looks agree on it: half of a save, such as metadata that is empty for a moment, may say that
+    a module needs no approval. Any thread; one update at a time."""
 
     def __init__(self, registry: Registry) -> None:
         # Weak, so that `_files_of` keeps no registry alive. `Any`, because only private attributes tell where apcore
         # looks for files, which IDs it replaces and whom it asks before a file runs; nothing else reads them.
         self._registry: Any = weakref.proxy(registry)
         self._lock = threading.Lock()
-        self._states: dict[str, _FileState] = {}  # by path
+        self._states: dict[str, _FileState] = {}  # by path, as they count
+        self._seen: dict[str, _FileState] | None = None  # by path, as the last look found them
+        self._looked_at = 0.0  # on the clock of `time.monotonic`
         self._registered: dict[str, str] = {}  # by module ID, the path of its file
         self._waiting: set[tuple[str, str]] = set()  # a path, and the module ID that another module has
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
-            self._states = self._look()
+            self._states = self._seen = self._look()
             self._registered = {self._module_id(path): path for path in self._states}
 
     def update(self) -> None:
-        """Take in what has changed since the last time: at first, everything."""
+        """Take in what has changed and was the same at the last look: at first, everything."""
         with self._lock:
+            if self._seen is not None and time.monotonic() - self._looked_at < _LOOK_SECONDS / 2:
+                return  # two servers of one registry look at different times
             self.left_out = []
             before = self._states
-            self._states = self._look()
-            # Metadata is part of the file that it describes.
-            changed = {path.replace("_meta.yaml", ".py") for path, _ in before.items() ^ self._states.items()}
+            states = self._look()
+            edited = _changed_files(states if self._seen is None else self._seen, states)
+            self._seen = states
+            self._looked_at = time.monotonic()
+            self._states = {path: state for path, state in states.items() if _file_of(path) not in edited}
+            self._states |= {path: state for path, state in before.items() if _file_of(path) in edited}
+            changed = _changed_files(before, self._states)
             # Only what was free at the start, so that a file that is edited keeps its IDs.
-            changed.update(path for path, module_id in self._waiting if not self._registry.has(module_id))
+            free = {path for path, module_id in self._waiting if not self._registry.has(module_id)}
+            changed |= free - edited
             self._waiting = {(path, module_id) for path, module_id in self._waiting if path not in changed}
             # All that goes before any that comes: an ID may have moved from one file to another.
             for module_id, path in [*self._registered.items()]:
@@ -1583,6 +1594,9 @@ class _Files:
                     self._register(path, module.module_id, module)
             return
         metadata = load_metadata(Path(metadata_path))
+        for read in (path, metadata_path):
+            if _state_of(read) != self._states.get(read):  # since the look; a file before this one may take its time
+                raise OSError(f"{os.path.basename(read)} is being written")
         entry_point = metadata.get("entry_point", "").rpartition(":")[2]
         if self._registry._pre_approval_hook:
             self._registry._pre_approval_hook(Path(path))
@@ -1601,6 +1615,7 @@ class _Files:
                 _leave_out(f"{path}: function {name}", reason, self.left_out)
         classes = _module_classes(own, entry_point)
         complete = [cls for cls in classes if not _module_faults(cls)]
+        complete.sort(key=_has_models, reverse=True)
         for cls in classes:
             with _left_out(f"{path}: class {cls.__name__}", self.left_out):
                 if cls not in complete:
@@ -1625,6 +1640,15 @@ class _Files:
         self._registered[module_id] = path
 
 
+def _file_of(path: str) -> str:
+    """The file that `path` is part of: metadata is part of the one that it describes."""
+    return path.removesuffix("_meta.yaml") + ".py" if path.endswith("_meta.yaml") else path
+
+
+def _changed_files(before: dict[str, _FileState], after: dict[str, _FileState]) -> set[str]:
+    return {_file_of(path) for path, _ in before.items() ^ after.items()}
+
+
 def _module_classes(values: Iterable[Any], entry_point: str) -> list[type]:
     """The classes with `execute` and an `input_schema` that are meant to be modules: the one that `entry_point` names,
     or all but those to derive from: private ones, those with abstract methods of their own, and unfinished bases."""
@@ -1641,6 +1665,11 @@ def _module_classes(values: Iterable[Any], entry_point: str) -> list[type]:
     return modules
 
 
+def _has_models(cls: type) -> bool:
+    """Whether apcore's own discovery would take a class: the one with models is the module, not a helper of dicts."""
+    return all(isinstance(getattr(cls, name), _Model) for name in ("input_schema", "output_schema"))
+
+
 def _module_faults(cls: type) -> list[str]:
     """What keeps a class from being a module; apcore's `validate_module` knows no dict schemas, `register` does."""
     faults = []
@@ -1653,6 +1682,15 @@ def _module_faults(cls: type) -> list[str]:
     if inspect.isabstract(cls):
         faults.append("it is abstract")
     return faults
+
+
+def _state_of(path: str) -> _FileState | None:
+    """What tells a change of a file; None where there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _walk(path: str, root: str, folders: tuple[str, ...]) -> Iterator[tuple[str, _FileState]]:
@@ -1735,7 +1773,6 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 
 # ---- Catalog: the registry as a list of tools that follows it, and who is offered which; any thread ----
 
-_LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 _TOOLS_MAX = 128  # that OpenAI's API takes ("array too long. Expected an array with maximum length 128"), and VS Code
 
 

@@ -20,12 +20,17 @@ from conftest import ANYTHING, HANDSHAKE, MODULE, FunctionalModule, RawClient, c
 from mcp.client import Client
 from support import exported_names, followed, messages_logged, run, text_of
 
-from apcore_mcp import discover, to_openai_tools
+from apcore_mcp import core, discover, to_openai_tools
 from apcore_mcp.__main__ import main
 
 FUNCTION = "from apcore.decorator import module\n@module(id={!r}, description={!r})\ndef f() -> int: return 1\n"
 ENDS = "    def {}(self): raise SystemExit('ends')\n"
 SCHEMAS = {"input_schema": ANYTHING, "output_schema": ANYTHING}
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0.1)
 
 
 def write(path: Path, words: str, more: str = "") -> None:
@@ -278,6 +283,20 @@ def test_helpers_are_no_modules_and_nobody_is_warned_of_them(tmp_path: Path, cap
     assert "from apcore.decorator import module" in told[0]
 
 
+def test_of_several_complete_classes_the_one_with_models_is_the_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """apcore's own discovery takes that one, and knows no dict schemas."""
+    write(tmp_path / "toggle.py", "Toggle it")
+    models, _, module = (tmp_path / "toggle.py").read_text().partition("class Say")
+    (tmp_path / "toggle.py").write_text(f"{models}{a_class('Extra')}\n\nclass Say{module}{a_class('Last')}")
+    registry = discover(tmp_path)
+    assert registry.get_definition("toggle").description == "Toggle it"  # type: ignore[union-attr]
+    assert [line.partition(": give it")[0] for line in left_out(caplog, tmp_path)] == [
+        f"toggle.py: class {name} is left out: TypeError: Say is the module of this file" for name in ("Extra", "Last")
+    ]
+
+
 NOT_THERE = "entry_point in the file's metadata names it, and no such class has execute() and input_schema"
 
 
@@ -401,18 +420,18 @@ def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> Non
         shutil.rmtree(extensions / "voice")
         forms.write_text(FUNCTIONS.replace('tags=["sum"]', 'tags=["plus"]').replace("halve", "half"))
         bindings.write_text(bound("m.negate", "_bound:negate", tags=["new"]))
+        (extensions / "spare.binding.yaml").write_text(bound("m.spare", "_bound:negate"))
         hand.write_text(MODULE.format(tag="new"))
         functions = {"forms.double": [], "forms.half": [], "maths.add": ["plus"]}
-        wait_for({**functions, "hand.write": ["public", "new"], "m.negate": ["new"]})
+        wait_for({**functions, "hand.write": ["public", "new"], "m.negate": ["new"], "m.spare": []})
         bindings.write_text("bindings: [unclosed")
+        (extensions / "spare.binding.yaml").unlink()
         forms.unlink()
         hand.write_text("tags = []\n")
         (extensions / "about.py").write_text(FUNCTION.format("maths.add", "Add"))
         wait_for({"maths.add": []})
         bindings.write_text(bound("m.negate", "_bound:negate", tags=["mended"]))
         wait_for({"maths.add": [], "m.negate": ["mended"]})
-        bindings.unlink()
-        wait_for({"maths.add": []})
         status, stderr = client.end()
     assert status == 0
     assert b"hand.binding.yaml is left out" in stderr
@@ -453,6 +472,53 @@ async def test_files_become_change_and_cease_to_be_tools(tmp_path: Path, monkeyp
         await wait_until_shown(following, {"hot.ping": "from the metadata"})
         path.unlink()
         await wait_until_shown(following, {})
+
+
+async def test_a_file_keeps_its_modules_while_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metadata that is empty for a moment would say that no approval is required. Two looks have to agree; and what
+    changes between the look and the reading is left out, not believed."""
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0)  # here, each look is this test's own
+    path, metadata = tmp_path / "say.py", tmp_path / "say_meta.yaml"
+    guarded = "annotations: {requires_approval: true}\n"
+
+    def shown() -> tuple[str, bool] | None:
+        definition = registry.get_definition("say")
+        return definition and (definition.description, definition.annotations.requires_approval)
+
+    write(path, "one")
+    metadata.write_text(guarded)
+    registry = discover(tmp_path)
+    files = core._files_of(registry)
+    assert shown() == ("one", True)
+    for half in ("", "annotations:", None):  # truncated, half written, moved away
+        if half is None:
+            metadata.unlink()
+        else:
+            metadata.write_text(half)
+        files.update()
+        assert shown() == ("one", True)
+        metadata.write_text(guarded)
+        files.update()
+        assert shown() == ("one", True)
+        files.update()
+    write(path, "two")
+    write(tmp_path / "zz.py", "three")
+    metadata = tmp_path / "zz_meta.yaml"
+    (tmp_path / "a.py").write_text(f"open({str(metadata)!r}, 'w').write({guarded!r})\n")  # a slow import leaves time
+    files.update()
+    assert shown() == ("one", True)
+    files.update()
+    assert shown() == ("two", True)
+    assert not registry.has("zz")
+    assert left_out(caplog, tmp_path) == ["zz.py is left out: OSError: zz_meta.yaml is being written"]
+    path.unlink()
+    files.update()
+    assert shown() == ("two", True)
+    files.update()
+    assert shown() is None
+    assert registry.get_definition("zz").annotations.requires_approval  # type: ignore[union-attr]
 
 
 async def test_a_file_that_changes_is_called_by_its_new_model(tmp_path: Path) -> None:
