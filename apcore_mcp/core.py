@@ -90,7 +90,7 @@ from apcore.builtin_steps import (
 )
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.errors import ErrorCodeRegistry, ModuleExecuteError
+from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.registry import load_metadata
@@ -190,7 +190,7 @@ logger.addFilter(_indent_traceback)
 # ---- Options: every option of `serve()`, once ----
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
-_APPROVAL_HELP = "ask the user, or let run where the client cannot (auto); ask or refuse (require); deny; off"
+_APPROVAL_HELP = "ask the user, or refuse where the client cannot (require) or let run then (auto); deny; off"
 _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; NAME:* for any port"
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
@@ -227,7 +227,7 @@ class _Options:
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
-    approval: str | ApprovalHandler = _option("auto", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
+    approval: str | ApprovalHandler = _option("require", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
     allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+")
@@ -1150,7 +1150,15 @@ _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
 _UNEXPECTED = "Internal error occurred"
-_NOBODY = "nobody can be asked"  # the reason of our own approval handlers
+
+
+class _Unasked(ApprovalResult):
+    """The decision of our own approval handlers about a call that needs approval and whose user cannot be asked."""
+
+
+def _is_unasked(error: BaseException) -> bool:
+    """Whether a call was refused because its user cannot be asked."""
+    return isinstance(error, ApprovalDeniedError) and isinstance(error.result, _Unasked)
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1334,8 +1342,8 @@ class _ErrorMapper:
         if isinstance(error, SchemaValidationError) and is_own:
             return self._explain_validation(error, step, is_withheld)
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
-        if getattr(error, "reason", None) == _NOBODY:
-            return f"{sentence}: {_NOBODY}", {}
+        if _is_unasked(error):
+            return f"{sentence}: nobody can be asked", {}
         if is_withheld and error.code in _SENTENCES:
             sentence = sentence.partition(":")[0]
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
@@ -2475,6 +2483,7 @@ class _Call:
         self.session: Any = None  # of the request that the call answers next; None when there is none
         self.parks = False  # whether a question answers that request, and the call waits for the client's retry
         self.can_ask = False
+        self.may_go_unasked = True  # whether what needs approval may run if its user cannot be asked (`auto`)
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
         self.token = CancelToken()
         self.turn = asyncio.Event()
@@ -2499,6 +2508,7 @@ class _Call:
         capability = getattr(ctx.session.client_capabilities, "elicitation", None)
         has_forms = capability and (capability.form or not capability.url)  # `{}` means forms (MCP 2025-11-25)
         self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
+        self.may_go_unasked = self.may_go_unasked and not self.can_ask
 
     @functools.cached_property
     def size(self) -> int:
@@ -2524,6 +2534,7 @@ class _Call:
         self.modules.clear()
         self.session = None
         self.can_ask = False
+        self.may_go_unasked = False
         self.turn.set()
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
@@ -2848,33 +2859,46 @@ def _module_threads() -> _ModuleThreads:
 _CONTROL = "system.control."  # begins the ids of apcore's modules that configure and reload the application
 
 
-class ElicitationApprovalHandler(AlwaysDenyHandler):
+class ElicitationApprovalHandler:
     """Asks the user who made a call whether it may run, by elicitation: for the `approval_handler` of an Executor.
 
     A call is rejected when its user refuses, declines or says nothing for ten minutes, and when its user cannot be
     asked, as when it did not come through MCP. Source: FR-ANNOT-006."""
 
-    _is_required = True
-
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = _call_of(request.context)
-        if call is not None and call.can_ask:
-            field = {"type": "boolean", "title": "Let it run", "default": False}
-            schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-            answer = await call.elicit(_approval_question(request), schema, "approval")
-            return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
-        if call is None or self._is_required or request.module_id.startswith(_CONTROL):
-            return ApprovalResult(status="rejected", reason=_NOBODY)
+        if call is None:
+            return _Unasked("rejected", reason="nobody can be asked")
+        if not call.can_ask:
+            return self._decide_unasked(request, call)
+        field = {"type": "boolean", "title": "Let it run", "default": False}
+        schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
+        answer = await call.elicit(_approval_question(request), schema, "approval")
+        return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        """Rejects: a user answers the question, and what a client sends as a token is no answer."""
+        return ApprovalResult(status="rejected")
+
+    def _decide_unasked(self, request: ApprovalRequest, call: _Call) -> ApprovalResult:
+        """The decision about a call whose user cannot be asked."""
         label = _label(request.module_id, call.caller)
-        logger.warning("%s is let through without approval: its user cannot be asked", label)
-        return ApprovalResult(status="approved")
+        logger.warning("%s is refused: its user cannot be asked for approval (see the option approval)", label)
+        return _Unasked("rejected", reason="nobody can be asked")
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
-    """Asks the user who made a call, and lets it through with a WARNING when its user cannot be asked. A call of one of
-    apcore's control modules is rejected then: it changes how the application runs, and its caller may be anybody."""
+    """Asks the user who made a call, and lets it through with a WARNING when its user cannot be asked.
 
-    _is_required = False
+    It rejects a call of one of apcore's control modules then: it changes how the application runs, and its caller may
+    be anybody. And it rejects what is left of a call that has ended, or whose user could be asked before."""
+
+    def _decide_unasked(self, request: ApprovalRequest, call: _Call) -> ApprovalResult:
+        if request.module_id.startswith(_CONTROL) or not call.may_go_unasked:
+            return super()._decide_unasked(request, call)
+        label = _label(request.module_id, call.caller)
+        logger.warning("%s is let through without approval: its user cannot be asked", label)
+        return ApprovalResult(status="approved")
 
 
 # What a question shows at most. It says what it leaves out, and how much that is.
@@ -3215,7 +3239,7 @@ class _ExecutionRouter:
             modules = [*call.modules.values()]
             mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
             result = mapper.to_result(error)
-            if call.parks and getattr(error, "reason", None) == _NOBODY:
+            if call.parks and _is_unasked(error):
                 data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
                 raise _protocol_error(-32021, "Client did not declare form elicitation", data) from None
             return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import io
 import json
 import queue
@@ -21,19 +22,21 @@ import pytest
 from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotations
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
+from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ApprovalDeniedError, SchemaValidationError
 from conftest import MODERN, FunctionalModule, connect, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
-from mcp_types import ElicitResult
+from mcp_types import ElicitResult, InputRequiredResult
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 from support import DENIED, UNASKED, accept, asking, client_of, guarded, messages_logged, modern, text_of
 
-from apcore_mcp import ElicitationApprovalHandler, async_serve
+from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
 
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
 LACKS_ELICITATION = (-32021, {"requiredCapabilities": {"elicitation": {"form": {}}}})
+REFUSED = "wipe is refused: its user cannot be asked for approval (see the option approval)"
 
 
 async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None = None) -> Any:
@@ -62,34 +65,44 @@ async def test_what_a_sync_module_calls_without_its_context_needs_approval_insid
 
 @pytest.mark.requirement("FR-ANNOT-006")
 @pytest.mark.parametrize(
-    ("approval", "expected"),
+    ("options", "expected"),
     [
-        ("auto", {"yes": "asked, runs", "no": "asked", "decline": "asked", "cannot": "runs, warns"}),
-        ("require", {"yes": "asked, runs", "no": "asked", "decline": "asked", "cannot": ""}),
-        ("deny", {"yes": "", "cannot": ""}),
-        ("off", {"no": "runs", "cannot": "runs"}),
+        ({"approval": "auto"}, {"yes": "asked, runs", "no": "asked", "decline": "asked", "cannot": "runs, warns"}),
+        ({"approval": "require"}, {"yes": "asked, runs", "no": "asked", "decline": "asked", "cannot": "unasked"}),
+        ({"approval": "deny"}, {"yes": "", "cannot": ""}),
+        ({"approval": "off"}, {"no": "runs", "cannot": "runs"}),
+        ({}, {"yes": "asked, runs", "no": "asked", "cannot": "unasked"}),
     ],
-    ids=["auto", "require", "deny", "off"],
+    ids=["auto", "require", "deny", "off", "default"],
 )
 async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
-    mode: str, approval: str, expected: dict[str, str], caplog: pytest.LogCaptureFixture
+    mode: str, options: dict[str, str], expected: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, ran = wiping()
-    with serving(executor, approval=approval) as url:
+    with serving(executor, **options) as url:
         for user, happens in expected.items():
             ran.clear()
             caplog.clear()
             arguments, asked = asking(EVERYONE[user])
             async with Client(f"{url}/mcp", mode=mode, cache=None, **arguments) as client:
                 outcome = await outcome_of(client, "wipe", {"disk": "a"})
-            assert len(asked) == ("asked" in happens)
+            assert len(asked) == happens.startswith("asked")
             assert ran == ([{"disk": "a"}] if "runs" in happens else [])
-            lacks = (mode, approval, user) == (MODERN, "require", "cannot")
-            refusal = UNASKED if (approval, user) == ("require", "cannot") else DENIED
-            assert outcome == ('{"ran":true}' if ran else LACKS_ELICITATION if lacks else refusal)
-            warned = messages_logged(caplog)
-            let_through = "wipe is let through without approval: its user cannot be asked"
-            assert [text for text in warned if "let through" in text] == [let_through] * ("warns" in happens)
+            refusal: Any = DENIED
+            if happens == "unasked":
+                refusal = LACKS_ELICITATION if mode == MODERN else UNASKED
+            assert outcome == ('{"ran":true}' if ran else refusal)
+            told = {
+                "wipe is let through without approval: its user cannot be asked": "warns" in happens,
+                REFUSED: happens == "unasked",
+            }
+            decisions = [text for text in messages_logged(caplog) if text.startswith("wipe is")]
+            assert decisions == [text for text, is_logged in told.items() if is_logged]
+
+
+@pytest.mark.parametrize("door", [serve, async_serve, MCPServer])
+def test_every_door_requires_an_answer_by_default(door: Any) -> None:
+    assert inspect.signature(door).parameters["approval"].default == "require"
 
 
 TOGGLE = "system.control.toggle_feature"
@@ -115,7 +128,7 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
 
     application.registry.register("turn_off", FunctionalModule(turn_off))
     arguments, _ = asking(EVERYONE[user])
-    async with connect(application.executor, client=arguments) as client:
+    async with connect(application.executor, client=arguments, approval="auto") as client:
         assert TOGGLE in {tool.name for tool in (await client.list_tools()).tools}
         for name, inputs in ((TOGGLE, toggle), ("turn_off", {})):
             application.toggle_state.enable("echo")
@@ -128,7 +141,7 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
 @pytest.mark.parametrize(
     ("options", "strict", "warns"),
     [({}, False, True), ({"approval": "deny"}, False, False), ({}, True, False)],
-    ids=["auto", "denied", "strict"],
+    ids=["asks", "denied", "strict"],
 )
 def test_a_start_says_that_anybody_may_control_the_application(
     options: dict[str, Any], strict: bool, warns: bool, caplog: pytest.LogCaptureFixture
@@ -251,8 +264,10 @@ async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_ap
     assert len(ran) == runs * len(modules)
 
 
-@pytest.mark.parametrize(("approval", "runs"), [("require", False), ("auto", True)])
-async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_ended(approval: str, runs: bool) -> None:
+@pytest.mark.parametrize("user", ["yes", "cannot"])
+@pytest.mark.parametrize("approval", ["require", "auto"])
+async def test_what_a_module_leaves_running_is_refused_once_its_call_has_ended(approval: str, user: str) -> None:
+    """Nobody waits for it who could be asked, and that does not make it run."""
     executor, ran = wiping()
     answered, outcomes = threading.Event(), queue.Queue[object]()
     left: list[asyncio.Task[None]] = []
@@ -270,18 +285,67 @@ async def test_what_a_module_leaves_running_needs_approval_after_its_call_has_en
         return {}
 
     executor.registry.register("leave", FunctionalModule(leave))
-    async with connect(executor, approval=approval) as client:
+    arguments, asked = asking(EVERYONE[user])
+    async with connect(executor, client=arguments, approval=approval) as client:
         await client.call_tool("leave")
         answered.set()
         outcome = await asyncio.to_thread(outcomes.get, timeout=10)
-    assert (outcome == {"ran": True}, len(ran)) == (runs, runs)
+    assert isinstance(outcome, ApprovalDeniedError)
+    assert (ran, asked) == ([], [])
+
+
+@pytest.mark.parametrize("user", ["yes", "cannot"])
+async def test_a_sync_module_that_outlives_its_timeout_runs_nothing_more_that_needs_approval(
+    mode: str, user: str
+) -> None:
+    executor, ran = wiping(config=Config(data={"executor": {"default_timeout": 50}}))
+    answered, outcomes = threading.Event(), queue.Queue[object]()
+
+    def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        answered.wait(10)
+        for further in ((context,), ()):  # with its context and without
+            try:
+                outcomes.put(executor.call("wipe", {}, *further))
+            except (ApprovalDeniedError, ExecutionCancelledError) as error:
+                outcomes.put(error)
+        return {}
+
+    executor.registry.register("slow", FunctionalModule(slow))
+    arguments, asked = asking(EVERYONE[user])
+    async with connect(executor, mode=mode, client=arguments, approval="auto") as client:
+        assert "timed out" in await outcome_of(client, "slow")
+        answered.set()
+        for _ in range(2):
+            assert isinstance(await asyncio.to_thread(outcomes.get, timeout=10), Exception)
+    assert (ran, asked) == ([], [])
+
+
+async def test_a_client_that_could_be_asked_is_not_let_through_once_it_says_that_it_cannot() -> None:
+    """The capabilities of the request count that a call answers: here the retry, which brings an answer."""
+    executor, ran = wiping()
+
+    async def twice(inputs: dict[str, Any], context: Any) -> Any:
+        await elicit(context, "Which one?", key="which")
+        return await executor.call_async("wipe", {}, context)
+
+    executor.registry.register("twice", FunctionalModule(twice))
+    with serving(executor, approval="auto") as url:
+        arguments, _ = asking(APPROVE)
+        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+            question = await client.session.call_tool("twice", allow_input_required=True)
+            assert isinstance(question, InputRequiredResult)
+        async with Client(f"{url}/mcp", mode=MODERN, cache=None) as client:
+            retry: Any = {"request_state": question.request_state, "input_responses": {"which": accept()}}
+            with pytest.raises(MCPError):
+                await client.session.call_tool("twice", allow_input_required=True, **retry)
+    assert ran == []
 
 
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
 async def test_auto_lets_through_only_what_apcore_would_and_what_comes_later_counts(user: str, runs: int) -> None:
     """A strict policy, then a handler."""
     executor, ran = wiping()
-    async with connect(executor, client=asking(EVERYONE[user])[0]) as client:
+    async with connect(executor, client=asking(EVERYONE[user])[0], approval="auto") as client:
         executor.set_policy(ExecutionPolicy(strict=True))
         told = await outcome_of(client, "wipe")
         assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if user == "cannot" else DENIED)

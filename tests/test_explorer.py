@@ -159,7 +159,7 @@ async def test_a_call_is_answered_in_json(
     name: str, body: bytes, status: int, expected: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """The result is JSON whatever an output formatter makes of the text that clients get."""
-    async with explorer(**options) as client:
+    async with explorer(approval="auto", **options) as client:
         response = await client.post(f"/explorer/tools/{name}/call", content=body, headers=JSON)
     answer = response.json()
     assert (response.status_code, {key: answer[key] for key in expected}) == (status, expected)
@@ -172,7 +172,7 @@ def fail_to_format(value: Any) -> str:
 
 
 async def test_an_output_formatter_that_fails_changes_nothing_here(caplog: pytest.LogCaptureFixture) -> None:
-    async with explorer(output_formatter=fail_to_format) as client:
+    async with explorer(output_formatter=fail_to_format, approval="auto") as client:
         response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
     assert response.json() == {"result": {"width": 1}}
     assert "output_formatter" not in caplog.text, "it is for the text that clients get"
@@ -199,7 +199,7 @@ async def test_execution_is_off_unless_allowed() -> None:
 
 
 async def test_a_call_waits_for_approval_like_any_other() -> None:
-    async with explorer(approval="require") as client:
+    async with explorer() as client:
         response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
     assert (response.status_code, response.json()["error"]) == (500, UNASKED)
 

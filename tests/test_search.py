@@ -383,7 +383,8 @@ async def test_a_call_through_call_tool_is_the_call_itself(
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     ran: list[dict[str, Any]] = []
     options, asked = asking(user)
-    async with connect(modules_of_all_kinds(ran), mode=mode, client=options, search=True) as client:
+    served: dict[str, Any] = {"mode": mode, "client": options, "search": True, "approval": "auto"}
+    async with connect(modules_of_all_kinds(ran), **served) as client:
         for name, arguments in CALLS:
             seen: list[Any] = []
             for call in ((name, arguments), ("call_tool", {"name": name, "arguments": arguments})):
