@@ -145,14 +145,6 @@ def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by
     assert refused == "token-of-nobody is refused: 401 Bearer error=\"invalid_token\""
 
 
-def test_who_has_no_token_is_told_where_to_get_one_and_probes_need_none(told_by: Callable[..., str]) -> None:
-    refused, metadata, health, called = told_by("oauth.py").splitlines()
-    assert refused.startswith("401 Bearer ")
-    assert 'resource_metadata="http://127.0.0.1/.well-known/oauth-protected-resource/mcp"' in refused
-    assert json.loads(metadata)["authorization_servers"] == ["https://login.example.com/"]
-    assert (health, called) == ("health: 200", "{'owner': 'ann'}")
-
-
 # ---- README.md, examples/operation.md ----
 
 README = (ROOT / "README.md").read_text()

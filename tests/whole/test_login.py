@@ -1,0 +1,474 @@
+"""`examples/login.py`: who gets in with which token, and what becomes of the rest when the issuer does not answer.
+
+The issuer is real but small: a few documents and keys behind a socket. A provider that others wrote, and a client that
+goes through the whole login, are in `python -m tests.interop --only login`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import httpx2
+import jwt
+import pytest
+from apcore import Executor, ModuleAnnotations
+from conftest import EXTENSIONS, ROOT, FunctionalModule, free_port, hosting, registry_of, until
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+from support import ACCEPT, answer, initialize_params, message, modern
+
+from apcore_mcp import async_serve
+from examples import login as example
+from examples.login import acl_by_scope, login
+
+RESOURCE = "https://tools.example.com/mcp"
+KEY = ec.generate_private_key(ec.SECP256R1())
+METADATA = "/.well-known/oauth-authorization-server"
+OPENID = "/.well-known/openid-configuration"
+
+
+def public(key: Any, **more: Any) -> dict[str, Any]:
+    kinds = {ec.EllipticCurvePrivateKey: "ES256", rsa.RSAPrivateKey: "RS256", ed25519.Ed25519PrivateKey: "EdDSA"}
+    algorithm = jwt.get_algorithm_by_name(next(name for kind, name in kinds.items() if isinstance(key, kind)))
+    return {**algorithm.to_jwk(key.public_key(), as_dict=True), "kid": "1", "use": "sig", **more}  # type: ignore[attr-defined]
+
+
+class Issuer:
+    """An ASGI app with an issuer's documents, which counts what it is asked, and its tokens."""
+
+    def __init__(self) -> None:
+        self.keys = [public(KEY)]
+        self.documents: dict[str, Any] = {}
+        self.asked: Counter[str] = Counter()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        self.asked[path] += 1
+        await self.answers.wait()
+        document = {"keys": self.keys} if path == "/keys" else self.documents.get(path)
+        told = document if isinstance(document, Response) else JSONResponse(document, 200 if document else 404)
+        await told(scope, receive, send)
+
+    def metadata(self, url: str, **more: Any) -> dict[str, Any]:
+        return {"issuer": url, "jwks_uri": f"{self.url}/keys", **more}
+
+    def token(self, key: Any = KEY, algorithm: str = "ES256", kid: Any = "1", **claims: Any) -> str:
+        """A token that is good but for `claims`: None leaves one out."""
+        given = {"iss": self.url, "aud": RESOURCE, "sub": "ann", "exp": time.time() + 60, "scope": "tools"} | claims
+        payload = {name: value for name, value in given.items() if value is not None}
+        return jwt.encode(payload, key, algorithm, headers={"kid": kid} if kid else None)
+
+
+async def whoami(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"caller": context.identity and [context.identity.id, *context.identity.roles]}
+
+
+@contextlib.asynccontextmanager
+async def issuing(path: str = "") -> AsyncIterator[Issuer]:
+    issuer = Issuer()
+    async with hosting(issuer) as url:
+        issuer.url = url
+        issuer.documents[f"{METADATA}{path}"] = issuer.metadata(f"{url}{path}")
+        yield issuer
+
+
+class Door:
+    """A client of a server behind the login."""
+
+    def __init__(self, app: Any, http: httpx2.AsyncClient) -> None:
+        self.app, self.http = app, http
+
+    async def call(self, token: str | None = None, name: str = "whoami", **headers: Any) -> Any:
+        posted = modern("tools/call", {"name": name, "arguments": {}})
+        sent = posted["headers"] | ({} if token is None else {"Authorization": f"Bearer {token}"}) | headers
+        return await self.http.post("/mcp", json=posted["json"], headers=sent)
+
+    async def caller(self, token: str) -> Any:
+        response = await self.call(token)
+        assert response.status_code == 200, response.text
+        return answer(response)["result"]["structuredContent"]["caller"]  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def locked(
+    issuer: str,
+    scopes: Any = ("tools",),
+    *,
+    resource: str = RESOURCE,
+    mount: str = "",
+    source: Any = None,
+    **options: Any,
+) -> AsyncIterator[Door]:
+    served = async_serve(
+        source or registry_of({"whoami": whoami}), middleware=login(issuer, resource, scopes), **options
+    )
+    async with served as app:
+        transport = httpx2.ASGITransport(Starlette(routes=[Mount(mount, app)]) if mount else app)
+        async with httpx2.AsyncClient(transport=transport, base_url=f"http://127.0.0.1{mount}", timeout=20) as http:
+            yield Door(app, http)
+
+
+def challenge(response: Any) -> dict[str, str]:
+    scheme, _, parameters = response.headers["www-authenticate"].partition(" ")
+    assert scheme == "Bearer"
+    told = dict(re.findall(r'(\w+)="([^"]*)"', parameters))
+    assert ", ".join(f'{name}="{value}"' for name, value in told.items()) == parameters
+    return told
+
+
+@pytest.mark.parametrize(
+    "issuer", ["https://login.example.com", "https://login.example.com/", "https://LOGIN.example:443/a"]
+)
+@pytest.mark.parametrize(("mount", "path"), [("", "/mcp"), ("/tools", "/tools/mcp"), ("/a/b", "/a/b"), ("", "")])
+async def test_who_has_no_token_is_told_where_to_get_one(issuer: str, mount: str, path: str) -> None:
+    """The issuer to the letter, as clients compare issuers as texts; in what is mounted, at a place it can answer."""
+    resource = f"https://tools.example.com{path}"
+    async with locked(issuer, resource=resource, mount=mount) as door:
+        refused = await door.call()
+        assert refused.status_code == 401
+        told = challenge(refused)
+        assert told.keys() == {"resource_metadata", "scope"}, "no error where there was no token (RFC 6750, 3.1)"
+        place = told["resource_metadata"].removeprefix(f"https://tools.example.com{mount}")
+        assert place == f"/.well-known/oauth-protected-resource{path.removeprefix(mount)}"
+        for way in (place, "/.well-known/oauth-protected-resource", f"/.well-known/oauth-protected-resource{path}"):
+            assert (await door.http.get(way)).json() == {
+                "resource": resource,
+                "authorization_servers": [issuer],
+                "bearer_methods_supported": ["header"],
+                "scopes_supported": ["tools"],
+            }
+            assert (await door.http.post(way, json={})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("claims", "roles"),
+    [
+        pytest.param({"scope": "tools read"}, ["tools", "read"], id="a-text"),
+        pytest.param({"scope": ["tools", "read", 7]}, ["tools", "read"], id="a-list"),
+        pytest.param({"scope": None, "scp": "tools"}, ["tools"], id="scp"),
+        pytest.param(
+            {"scope": None, "scp": ["tools"], "aud": ["x", RESOURCE]}, ["tools"], id="scp-list-several-audiences"
+        ),
+    ],
+)
+async def test_the_caller_is_the_subject_and_the_scopes_are_the_roles(claims: Any, roles: list[str]) -> None:
+    async with issuing() as issuer, locked(issuer.url) as door:
+        assert await door.caller(issuer.token(**claims)) == ["ann", *roles]
+
+
+@pytest.mark.parametrize("scope", ["tools", None, "", "toolsread", 7, {"tools": "write"}])
+async def test_a_token_without_each_scope_is_told_which_it_needs(scope: Any) -> None:
+    async with issuing() as issuer, locked(issuer.url, "tools write") as door:
+        refused = await door.call(issuer.token(scope=scope))
+        told = challenge(refused)
+        assert (refused.status_code, told["error"], told["scope"]) == (403, "insufficient_scope", "tools write")
+        assert "resource_metadata" in told
+
+
+def forged(header: dict[str, Any], payload: Any) -> str:
+    return ".".join(
+        base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode() for part in (header, payload)
+    )
+
+
+async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptureFixture) -> None:
+    """And is repeated nowhere: neither in the answer nor in the log."""
+    caplog.set_level(logging.DEBUG)
+    other, rs = ec.generate_private_key(ec.SECP256R1()), rsa.generate_private_key(65537, 2048)
+    async with issuing() as issuer, locked(issuer.url) as door:
+        issuer.keys += [public(rs, kid="2"), public(KEY, kid="3", use="enc"), public(rs, kid="4", alg="RSA-OAEP")]
+        assert await door.caller(issuer.token()) == ["ann", "tools"]
+        good, now = issuer.token(), time.time()
+        pem = rs.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        unsigned = forged(
+            {"alg": "HS256", "typ": "JWT", "kid": "2"}, jwt.decode(good, options={"verify_signature": False})
+        )
+        signature = jwt.get_algorithm_by_name("HS256").sign(unsigned.encode(), pem)
+        deep = base64.urlsafe_b64encode(b"[" * 9_000).decode()
+        bad = {
+            **{f"no {name}": issuer.token(**{name: None}) for name in ("iss", "aud", "exp", "sub")},
+            "another issuer": issuer.token(iss=f"{issuer.url}/"),
+            "another resource": issuer.token(aud="https://tools.example.com"),
+            "an odd resource": issuer.token(aud={RESOURCE: 1}),
+            "an empty subject": issuer.token(sub=""),
+            "a number for a subject": issuer.token(sub=7),
+            "over": issuer.token(exp=now - 1),
+            "not yet": issuer.token(nbf=now + 60),
+            "not signed": jwt.encode(jwt.decode(good, options={"verify_signature": False}), None, "none"),
+            "the public key as a secret": f"{unsigned}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}",
+            "another's key": issuer.token(other),
+            "another kind of key": issuer.token(rs, "RS256"),
+            "a key for encryption": issuer.token(kid="3"),
+            "a key for another algorithm": issuer.token(rs, "RS256", kid="4"),
+            "no key id": issuer.token(kid=None),
+            "algorithms": f"{forged({'alg': ['ES256'], 'kid': '1'}, {})}.x",
+            "a key id that is none": f"{forged({'alg': 'ES256', 'kid': ['1']}, {})}.x",
+            "a signature cut off": good.rpartition(".")[0] + ".",
+            "changed": good.replace(".", ".e30", 1),
+            "deep": f"{deep}.{deep}.{deep}",
+            "no token": "S3CR3T",
+            "two": f"{good}, Bearer {good}",
+        }
+        for name, token in bad.items():
+            refused = await door.call(token)
+            assert (name, refused.status_code, challenge(refused)["error"]) == (name, 401, "invalid_token")
+            assert len(token) < 9 or token not in caplog.text + refused.text + str(refused.headers)
+        for headers in (
+            {"Cookie": f"access_token={good}"},
+            {"Authorization": f"Basic {good}"},
+            {"X-Access-Token": good},
+        ):
+            assert (await door.call(**headers)).status_code == 401
+        posted = modern("tools/call", {"name": "whoami", "arguments": {}})
+        assert (await door.http.post(f"/mcp?access_token={good}", **posted)).status_code == 401
+        assert await door.caller(good) == ["ann", "tools"]
+        ours = [each.getMessage() for each in caplog.records if each.name.startswith(("apcore_mcp", "mcp"))]
+        assert len(ours) > len(bad)
+        assert not [line for line in ours if good.rpartition(".")[2] in line]
+
+
+@pytest.mark.parametrize("family", ["RS256", "RS512", "PS256", "ES256", "EdDSA"])
+async def test_the_issuer_may_sign_with_any_public_key(family: str) -> None:
+    key: Any = ed25519.Ed25519PrivateKey.generate() if family == "EdDSA" else KEY
+    if family[0] in "RP":
+        key = rsa.generate_private_key(65537, 2048)
+    async with issuing() as issuer, locked(issuer.url) as door:
+        issuer.keys = [public(KEY, kid="other"), public(key)]
+        issuer.keys[1].pop("alg", None)
+        assert await door.caller(issuer.token(key, family)) == ["ann", "tools"]
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("", METADATA),
+        ("/", METADATA),
+        ("", OPENID),
+        ("/a/b", f"{METADATA}/a/b"),
+        ("/a/b", f"{OPENID}/a/b"),
+        ("/a/b", f"/a/b{OPENID}"),
+    ],
+)
+async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str, place: str) -> None:
+    async with issuing() as issuer, locked(f"{issuer.url}{path}") as door:
+        issuer.documents = {place: issuer.metadata(f"{issuer.url}{path}")}
+        assert await door.caller(issuer.token(iss=f"{issuer.url}{path}")) == ["ann", "tools"]
+
+
+async def test_what_is_no_metadata_of_the_issuer_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    wrong: dict[str, Any] = {
+        "another issuer's": lambda issuer: issuer.metadata("https://evil.example.com"),
+        "with a slash": lambda issuer: issuer.metadata(f"{issuer.url}/"),
+        "from elsewhere": lambda issuer: RedirectResponse(f"{issuer.url}/moved"),
+        "too large": lambda issuer: issuer.metadata(issuer.url, more="x" * 600_000),
+        "keys that others can change": lambda issuer: issuer.metadata(issuer.url, jwks_uri="http://example.com/keys"),
+        "no keys": lambda issuer: issuer.metadata(issuer.url, jwks_uri=f"{issuer.url}/none"),
+        "keys of no kind": lambda issuer: issuer.metadata(issuer.url, jwks_uri=7),
+        "a list": lambda issuer: ["x"],
+        "no JSON": lambda issuer: Response("<html>"),
+    }
+    async with issuing() as issuer:
+        for name, document in wrong.items():
+            issuer.documents = {METADATA: document(issuer), "/moved": issuer.metadata(issuer.url)}
+            caplog.clear()
+            async with locked(issuer.url) as door:
+                assert (name, (await door.call(issuer.token())).status_code) == (name, 503)
+            (line,) = [each for each in caplog.messages if each.startswith("No keys of")]
+            assert issuer.url in line
+
+
+async def test_an_issuer_that_is_gone_is_asked_seldom_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with issuing() as issuer, locked(issuer.url) as door:
+        documents, issuer.documents = issuer.documents, {METADATA: Response(status_code=500)}
+        answers = await asyncio.gather(*(door.call(issuer.token()) for _ in range(20)))
+        answers += [await door.call(issuer.token()) for _ in range(5)]
+        assert {(each.status_code, each.headers["retry-after"]) for each in answers} == {(503, "5")}
+        assert issuer.asked.total() == 1
+        issuer.documents = documents
+        assert (await door.call()).status_code == 401, "who has no token needs no issuer"
+        monkeypatch.setattr(example, "FETCH_AGAIN_SECONDS", 0.0)  # five seconds later
+        assert await door.caller(issuer.token()) == ["ann", "tools"]
+
+
+async def test_an_issuer_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known keys hold while it does, what needs it is given up in time, and it is sent one request for all."""
+    monkeypatch.setattr(example, "FETCH_SECONDS", 0.2)
+    async with issuing() as issuer, locked(issuer.url) as door:
+        issuer.answers.clear()
+        async with asyncio.timeout(5):
+            waiting = asyncio.gather(*(door.call(issuer.token()) for _ in range(10)))
+            assert (await door.http.get("/health")).status_code == 200
+            assert [each.status_code for each in await waiting] == [503] * 10
+            assert issuer.asked.total() == 1
+            issuer.answers.set()
+            monkeypatch.setattr(example, "FETCH_AGAIN_SECONDS", 0.0)
+            assert await door.caller(issuer.token()) == ["ann", "tools"]
+            issuer.answers.clear()
+            monkeypatch.setattr(example, "KEYS_FRESH_SECONDS", 0.0)
+            monkeypatch.setattr(example, "PATIENCE_SECONDS", 0.01)
+            monkeypatch.setattr(example, "FETCH_SECONDS", 60.0)
+            for _ in range(10):
+                assert await door.caller(issuer.token()) == ["ann", "tools"]
+            issuer.answers.set()
+
+
+async def test_new_keys_are_found_old_ones_forgotten_and_made_up_ones_not_asked_for_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new = ec.generate_private_key(ec.SECP256R1())
+    async with issuing() as issuer, locked(issuer.url) as door:
+        old = issuer.token()
+        assert await door.caller(old) == ["ann", "tools"]
+        for number in range(20):
+            assert (await door.call(issuer.token(new, kid=f"made up {number}"))).status_code == 401
+        assert issuer.asked["/keys"] == 1
+        issuer.keys = [public(KEY), public(new, kid="2")]
+        monkeypatch.setattr(example, "FETCH_AGAIN_SECONDS", 0.0)
+        assert await door.caller(issuer.token(new, kid="2")) == ["ann", "tools"]
+        issuer.keys.pop(0)
+        monkeypatch.setattr(example, "KEYS_FRESH_SECONDS", 0.0)
+        assert (await door.call(old)).status_code == 401
+
+
+async def test_probes_and_the_explorers_page_are_open_and_nothing_else_is() -> None:
+    open_paths = ["/health", "/ready", "/metrics", "/explorer", "/explorer/", "/explorer/tools/whoami/page"]
+    closed = [
+        "/mcp",
+        "/mcp/",
+        "/explorer/server",
+        "/explorer/tools",
+        "/explorer/tools/whoami",
+        "/",
+        "/nope",
+        "/health/",
+    ]
+    closed += ["/explorer/tools/whoami/call", "/health/../mcp", "/health%2f..%2fmcp", "//mcp", "/explorer//tools"]
+    closed += ["/explorer/tools/x/y/page", "/metrics;/../mcp", "/.well-known/openid-configuration", "/explorer/page"]
+    options = {"explorer": True, "allow_execute": True, "metrics_collector": True}
+    async with issuing() as issuer, locked(issuer.url, **options) as door:
+        for path in open_paths:
+            assert (path, (await door.http.get(path)).status_code != 401) == (path, True)
+        for path in closed:
+            assert (path, (await door.http.get(path)).status_code) == (path, 401)
+        for path in (*open_paths, *closed):
+            assert (path, (await door.http.post(path, json={})).status_code) == (path, 401)
+        signed = {"Authorization": f"bearer {issuer.token()}"}
+        called = await door.http.post("/explorer/tools/whoami/call", json={}, headers=signed)
+        assert called.json()["result"] == {"caller": ["ann", "tools"]}
+    async with locked("https://login.example.com", transport="sse") as door:
+        assert (await door.http.get("/sse")).status_code == 401
+        assert (await door.http.post("/messages/?session_id=1", json={})).status_code == 401
+
+
+async def test_websockets_are_refused_as_ever() -> None:
+    async with locked("https://login.example.com") as door:
+        client = TestClient(door.app)
+        for path in ("/mcp", "/health"):
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path, headers={"Host": "127.0.0.1"}):
+                pass
+
+
+async def test_a_session_stays_its_users_after_a_refresh_of_the_token() -> None:
+    async with issuing() as issuer, locked(issuer.url) as door:
+
+        async def post(body: Any, token: str, **headers: str) -> Any:
+            return await door.http.post(
+                "/mcp", json=body, headers=ACCEPT | headers | {"Authorization": f"Bearer {token}"}
+            )
+
+        opened = await post(
+            message("initialize", initialize_params("2025-11-25")), issuer.token(jti="1", client_id="a")
+        )
+        session = {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
+        call = message("tools/call", {"name": "whoami", "arguments": {}}, 2)
+        refreshed = await post(call, issuer.token(jti="2", client_id="b"), **session)
+        assert answer(refreshed)["result"]["structuredContent"] == {"caller": ["ann", "tools"]}
+        assert (await post(call, issuer.token(sub="bob"), **session)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("http://login.example.com", RESOURCE),
+        ("http://10.0.0.1", RESOURCE),
+        ("https://login.example.com?tenant=1", RESOURCE),
+        ("https://login.example.com#", RESOURCE),
+        ("login.example.com", RESOURCE),
+        ("https://", RESOURCE),
+        ("https://login.example.com", "tools.example.com/mcp"),
+        ("https://login.example.com", 'https://tools.example.com/"'),
+        ("https://login.example.com", RESOURCE, ["a b"]),
+        ("https://login.example.com", RESOURCE, ['"']),
+    ],
+)
+def test_what_cannot_be_an_issuer_a_resource_or_a_scope_is_refused_at_the_start(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^(Not|An issuer)"):
+        login(*given)
+
+
+async def test_only_who_has_the_scope_is_offered_what_destroys() -> None:
+    def run(inputs: Any, context: Any) -> dict[str, Any]:
+        return {}
+
+    destroy = FunctionalModule(run, annotations=ModuleAnnotations(destructive=True))
+    call_it = FunctionalModule(lambda inputs, context: context.executor.call("t.destroy", {}, context))
+    registry = registry_of({"t.destroy": destroy, "t.harmless": run, "t.calls": call_it})
+    executor = Executor(registry, acl=acl_by_scope(registry))
+    async with issuing() as issuer, locked(issuer.url, source=executor) as door:
+        for scope, allowed in (
+            ("tools", ["t.harmless"]),
+            ("tools destructive", ["t.destroy", "t.harmless", "t.calls"]),
+        ):
+            for name in ("t.destroy", "t.harmless", "t.calls"):
+                result = answer(await door.call(issuer.token(scope=scope), name))["result"]  # type: ignore[arg-type]
+                assert (name, result["isError"]) == (name, name not in allowed)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
+def test_the_program_serves_a_folder_and_ends_as_a_service_manager_wants_it() -> None:
+    port = free_port()
+    flags = ["--port", str(port), "--issuer", "http://127.0.0.1:9", "--resource", "https://tools.example.com/mcp"]
+    program = [
+        sys.executable,
+        str(ROOT / "examples" / "login.py"),
+        "--extensions-dir",
+        str(EXTENSIONS),
+        "--scopes",
+        "tools",
+    ]
+    with subprocess.Popen([*program, *flags], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            until(lambda: "server started" in server.stderr.readline() or server.poll() is not None)  # type: ignore[union-attr]
+            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
+            assert challenge(refused)["scope"] == "tools"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            said = server.stderr.read()
+    assert (server.returncode, "Traceback" in said) == (0, False), said
+    wrong = subprocess.run(
+        [*program, "--issuer", "http://login.example.com"], capture_output=True, text=True, timeout=30
+    )
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    assert "An issuer needs https://" in wrong.stderr
