@@ -2406,6 +2406,11 @@ def _caller(scope: Mapping[str, Any]) -> Identity | None:
 
 
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
+# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
+# refused. In memory, arguments can be sixty times as large as the JSON that they came in.
+_PARKED_MAX = 1_000
+_PARKED_BYTES_MAX = 2 * 2**20
+_TOO_MANY = "Too many calls, or too large ones, wait for their users' answers"
 
 
 def _texts_of(pattern: str) -> TypeAdapter[str]:
@@ -2460,14 +2465,34 @@ def _check_answer(content: JSONObject, form: JSONSchema) -> None:
     _AnswerValidator(form).validate(content)
 
 
+def _silence(future: asyncio.Future[Any]) -> None:
+    """Take note of what `future` raised, when nobody else will: or asyncio logs it, and it may quote secrets."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _call_later(seconds: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+    """A timer in no context: it would keep its context until it rings, also one that is cancelled, and with it the call
+    that it was made in."""
+    return asyncio.get_running_loop().call_later(seconds, callback, *arguments, context=contextvars.Context())
+
+
+@dataclasses.dataclass
+class _Question:
+    """What a call asks its user, until it is answered or given up."""
+
+    request: JSONObject  # as a client of 2026-07-28 is sent it
+    answer: asyncio.Future[Any]
+
+
 @dataclasses.dataclass(eq=False)
 class _Call:
     """One running tool call, and the way back to the user who made it.
 
-    `turn` is set when the client's request can be answered, because the call asks its user or has ended. It asks one
-    `question` at a time, which `key` names on the wire, and waits for the `answer`. `report()` and `elicit()`, which
-    modules find in their context, may be called from any thread and loop: a sync module may run an async one in a loop
-    of its own. Everything else belongs to the server's event loop."""
+    It may ask several questions at once, each of them under a key that it uses for no other. Its `outcome` is its
+    result, or the JSON-RPC error that it is answered with. `report()` and `elicit()`, which modules find in their
+    context, may be called from any thread and loop: a sync module may run an async one in a loop of its own. Everything
+    else belongs to the server's event loop."""
 
     tool: _Tool
     arguments: JSONObject
@@ -2481,21 +2506,25 @@ class _Call:
         self.has_progress_token = False  # whether the request that the call answers next wants progress
         self.trace: dict[str, str] = {}  # the client's span, where it sent one (SEP-414)
         self.session: Any = None  # of the request that the call answers next; None when there is none
-        self.parks = False  # whether a question answers that request, and the call waits for the client's retry
+        self.parks = False  # whether questions answer that request, and the call waits for the client's retry
         self.can_ask = False
         self.may_go_unasked = True  # whether what needs approval may run if its user cannot be asked (`auto`)
+        self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
+        self.calls: _Calls | None = None  # among which it waits for its user
+        self.is_refused = False  # whether it was ended as too many wait
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
         self.token = CancelToken()
-        self.turn = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None  # while it runs
+        self.outcome: JSONObject | Exception | None = None
         self.progress = -math.inf  # the last number that was sent
-        self.task: asyncio.Task[JSONObject]
-        self._asking = asyncio.Lock()
+        self._request_id: Any = None  # of the request that the call answers next
+        self._keys: set[str] = set()  # of all questions that it has asked
+        self._turn = asyncio.Event()  # set when it may have something to answer the request with
         self._unsent: Future[None] | None = None  # the last report from another loop
         self._loop = asyncio.get_running_loop()
 
     def attach(self, ctx: RequestContext) -> None:
         """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
-        self.turn.clear()
         self.session = ctx.session
         # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
         meta: Mapping[str, Any] = ctx.meta or {}
@@ -2518,7 +2547,21 @@ class _Call:
     def cancel(self) -> None:
         """End the call: its CancelToken tells code that looks at it, and its coroutines are cancelled."""
         self.token.cancel()
-        self.task.cancel()
+        if self.task is not None:
+            self.task.cancel()
+
+    async def wait(self) -> None:
+        """Wait until the request can be answered: by the call's outcome, or from 2026-07-28 on by what it asks."""
+        while self.outcome is None and not (self.parks and self.questions):
+            self._turn.clear()
+            await self._turn.wait()
+
+    def answer(self, responses: Mapping[str, Any]) -> None:
+        """Pass on what the client has answered, by the keys of the questions. Others than open ones are let pass."""
+        for key in self.questions.keys() & responses.keys():
+            answer = self.questions.pop(key).answer
+            if not answer.done():  # it is when its time is over
+                answer.set_result(responses[key])
 
     def record(self, module: Any) -> None:
         """Note that a module takes part in this call, also where another module calls it.
@@ -2527,15 +2570,28 @@ class _Call:
         another raised, and later raise its own from what it remembers."""
         self.modules[id(module)] = module
 
-    def end(self) -> None:
+    def end(self, outcome: JSONObject | Exception) -> None:
         """Let the request be answered; nothing more is reported or asked. Tasks that the module has left running hold
-        on to the call, so it lets go of what is large: its arguments."""
+        on to the call, so it lets go of what is large: its arguments, and what its user is asked and has answered."""
+        self.outcome = outcome
+        self.task = None
         self.arguments = {}
         self.modules.clear()
         self.session = None
         self.can_ask = False
         self.may_go_unasked = False
-        self.turn.set()
+        for question in self.questions.values():
+            question.answer.cancel()
+        self.questions.clear()
+        self._turn.set()
+
+    def take_outcome(self) -> JSONObject:
+        """The result of a call that has ended, which is not kept. Raises the JSON-RPC error that it ended with."""
+        outcome = self.outcome
+        self.outcome = None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return cast(JSONObject, outcome)
 
     async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
         """Send the client a progress notification, as `report_progress()` says."""
@@ -2557,34 +2613,95 @@ class _Call:
     async def elicit(
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> JSONObject | None:
-        """Ask the user who made the call, as `elicit()` says: one question at a time."""
+        """Ask the user who made the call, as `elicit()` says."""
         if asyncio.get_running_loop() is not self._loop:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         form = _form(requested_schema)
         message = _text_of(message)
-        async with self._asking:
-            if not self.can_ask:
-                return None
-            try:
-                async with asyncio.timeout(_PARKED_SECONDS):
-                    if self.parks:
-                        params = {"mode": "form", "message": message, "requestedSchema": form}
-                        self.key = key or "input"
-                        self.question = {"method": "elicitation/create", "params": params}
-                        self.answer = self._loop.create_future()
-                        self.session = None  # the question answers its request, and nothing can be sent after that
-                        self.turn.set()
-                        answer = await self.answer
-                    else:
-                        answer = await self.session.elicit_form(message, form, self._request_id)
-                content: JSONObject = answer.content or {}
-                if answer.action == "accept":
-                    _check_answer(content, form)
-                    return content
-            except Exception as error:  # the client's fault or its connection's: the module goes on without an answer
-                logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
+        if not self.can_ask or self.calls is None:
             return None
+        if not self.calls.may_wait(self):
+            self.is_refused = True
+            self.cancel()
+            return None
+        key = self._unused(key or "input")
+        params = {"mode": "form", "message": message, "requestedSchema": form}
+        answer: asyncio.Future[Any]
+        if self.parks:
+            answer = self._loop.create_future()
+        else:
+            answer = self._loop.create_task(self.session.elicit_form(message, form, self._request_id))
+        answer.add_done_callback(_silence)
+        self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
+        self._turn.set()
+        timer = _call_later(_PARKED_SECONDS, answer.cancel)
+        try:
+            await asyncio.wait({answer})
+        finally:
+            timer.cancel()
+            answer.cancel()
+            self.questions.pop(key, None)
+        try:
+            if answer.cancelled():
+                raise TimeoutError
+            content: JSONObject = answer.result().content or {}
+            if answer.result().action == "accept":
+                _check_answer(content, form)
+                return content
+        except Exception as error:  # the client's fault or its connection's: the module goes on without an answer
+            logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
+        return None
+
+    def _unused(self, key: str) -> str:
+        """`key`, or where a question of this call had it, one that is made of it: a client may take a key for the
+        question that it has answered."""
+        keys = itertools.chain([key], (f"{key}-{number}" for number in itertools.count(2)))
+        unused = next(each for each in keys if each not in self._keys)
+        self._keys.add(unused)
+        return unused
+
+
+class _Calls:
+    """The calls of one server: those that run, and those that are parked for their clients' retries.
+
+    A call is parked under a state of 32 random bytes, from the answer that asks its user until the retry, for ten
+    minutes at most; if it ends meanwhile, its outcome waits for the retry. Only the caller who began a call can resume
+    it, and only once. At most 1,000 calls wait for their users, with 2 MiB of arguments in all, those of handshake
+    clients included. Event loop only."""
+
+    def __init__(self) -> None:
+        self.running = set[_Call]()
+        self._parked: dict[str, tuple[_Call, asyncio.TimerHandle]] = {}
+
+    def may_wait(self, call: _Call) -> bool:
+        """Whether this call may wait for its user, beside those that do."""
+        waiting = {other for other in self.running if other.questions}
+        waiting.update(other for other, _ in self._parked.values())
+        waiting.discard(call)
+        size = call.size + sum(other.size for other in waiting if other.outcome is None)
+        return len(waiting) < _PARKED_MAX and size <= _PARKED_BYTES_MAX
+
+    def park(self, call: _Call) -> str:
+        """Keep a call for its client's retry. Returns its state."""
+        state = secrets.token_urlsafe(32)
+        call.session = None  # what is sent to a request after its answer is an error
+        self._parked[state] = call, _call_later(_PARKED_SECONDS, self._forget, state)
+        return state
+
+    def resume(self, state: str, caller: Identity | None) -> _Call | None:
+        """The call that is parked under `state`, which is good for this once; None when there is none of the caller."""
+        call, timer = self._parked.get(state, (None, None))
+        if call is None or timer is None or call.caller != caller:
+            return None
+        timer.cancel()
+        del self._parked[state]
+        return call
+
+    def _forget(self, state: str) -> None:
+        """Keep a call no longer, as its retry did not come."""
+        call, _ = self._parked.pop(state)
+        call.outcome = None
 
 
 # The call that code runs for: modules may call others without passing on their context, also from tasks and timers.
@@ -2596,12 +2713,6 @@ def _call_of(context: Context[Any]) -> _Call | None:
     """The tool call that a module runs for; None where no server was called. The module's context knows it, on threads
     that apcore starts as well, and otherwise the context variable does."""
     return context.data.get(_CALL_KEY) or _CURRENT.get()
-
-
-def _silence(future: asyncio.Future[Any]) -> None:
-    """Take note of what `future` raised, when nobody else will: or asyncio logs it, and it may quote secrets."""
-    if not future.cancelled():
-        future.exception()
 
 
 # The JSON schemas of models that pydantic's own method writes; nothing is kept of a class that is gone.
@@ -3085,11 +3196,6 @@ class _ApprovalGate(BuiltinApprovalGate):
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
-# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
-# refused. In memory, arguments can be sixty times as large as the JSON that they came in.
-_PARKED_MAX = 1_000
-_PARKED_BYTES_MAX = 2 * 2**20
-
 
 def _merge(base: JSONObject, chunk: JSONObject) -> None:
     """Merge a streamed chunk as apcore's Executor does: objects by their keys, anything else replaced."""
@@ -3136,19 +3242,17 @@ class _ExecutionRouter:
     """Sends a `tools/call` through apcore's Executor and brings back a tool result, whatever happens on the way.
 
     It raises nothing but cancellation and JSON-RPC errors. Those are for a retry whose state resumes no call, for a
-    call that needs an answer which its client cannot give, and for one more than may be parked (FR-EXEC-007).
+    call that needs an answer which its client cannot give, and for one more than may wait (FR-EXEC-007).
 
-    A call that waits for its user is parked until its client's retry, under a state of 32 random bytes, which the SDK's
-    `RequestStateBoundary` seals and binds to the tool and its arguments. Only the caller who began a call can resume
-    it, and only once, so its module never runs twice. If the call ends meanwhile, its result waits for the retry."""
+    From 2026-07-28 on, a call that waits for its user is parked until its client's retry (`_Calls`), under a state that
+    the SDK's `RequestStateBoundary` seals and binds to the tool and its arguments. So its module never runs twice."""
 
     def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
         self._executor = options.executor
         self._options = options
         self.search = _SearchTools(catalog, options)
-        self._parked: dict[str, tuple[_Call, asyncio.Future[Any]]] = {}  # by state, with the answer that each waits for
-        self.running: set[_Call] = set()
+        self.calls = _Calls()
         _install_steps(self._executor.current_strategy)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
@@ -3179,18 +3283,13 @@ class _ExecutionRouter:
     async def _resume(
         self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
     ) -> JSONObject:
-        """Go on with a parked call. Returns its result, or the next question."""
-        parked = self._parked.get(state)
-        if parked is None or parked[0].caller != caller:
+        """Go on with a parked call. Returns its result, or what it asks next, beside what was not answered."""
+        call = self.calls.resume(state, caller)
+        if call is None:
             raise _protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
-        del self._parked[state]
-        call, answer = parked
-        if not call.task.done():
+        if call.outcome is None:
             call.attach(ctx)
-        if call.key in responses and not answer.done():  # it is done when the module no longer waits for it
-            answer.set_result(responses[call.key])
-        elif not call.answer.done():
-            call.turn.set()  # with no answer to the question that is open, it is asked again
+            call.answer(responses)
         return await self._reply(call)
 
     async def run(self, call: _Call) -> JSONObject:
@@ -3201,53 +3300,52 @@ class _ExecutionRouter:
             cancel_token=call.token,
             data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
         )
+        call.calls = self.calls
         call.task = asyncio.create_task(self._execute(call, context))
         return await self._reply(call)
 
     async def _reply(self, call: _Call) -> JSONObject:
-        """Wait for a call's result, or the question that it asks first. To stop waiting for it is to cancel it."""
+        """Wait for a call's result, or the questions that it asks first. To stop waiting for it is to cancel it."""
         try:
-            await call.turn.wait()
+            await call.wait()
         except asyncio.CancelledError:
             call.cancel()
             raise
-        if call.task.done():
-            result = call.task.result()
-            del call.task  # which holds the result: tasks that the module left running hold on to the call
-            return result
-        waiting = [other for other, _ in self._parked.values() if not other.task.done()]
-        size = call.size + sum(other.size for other in waiting)
-        if len(self._parked) == _PARKED_MAX or size > _PARKED_BYTES_MAX:
-            call.cancel()
-            raise _protocol_error(-32000, "Too many calls, or too large ones, wait for their users' answers")
-        state = secrets.token_urlsafe(32)
-        self._parked[state] = (call, call.answer)
-        asyncio.get_running_loop().call_later(_PARKED_SECONDS, self._parked.pop, state, None)
-        return {"resultType": "input_required", "requestState": state, "inputRequests": {call.key: call.question}}
+        if call.outcome is not None:
+            return call.take_outcome()
+        questions = {key: question.request for key, question in call.questions.items()}
+        return {"resultType": "input_required", "requestState": self.calls.park(call), "inputRequests": questions}
 
-    async def _execute(self, call: _Call, context: Context[Any]) -> JSONObject:
-        """Run the module to its end. Returns a tool result, also for whatever it raises."""
+    async def _execute(self, call: _Call, context: Context[Any]) -> None:
+        """Run the module to its end. The outcome is a tool result, also for whatever it raises, or a JSON-RPC error."""
         started = time.perf_counter()
         logger.debug("Tool call: %s", call.label)
-        self.running.add(call)
+        self.calls.running.add(call)
         _CURRENT.set(call)
+        outcome: JSONObject | Exception
         try:
-            return await self._run_module(call, context)
+            outcome = await self._run_module(call, context)
         except BaseException as error:  # a module may raise anything
-            if call.task.cancelling():
-                return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-            modules = [*call.modules.values()]
-            mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
-            result = mapper.to_result(error)
-            if call.parks and _is_unasked(error):
-                data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
-                raise _protocol_error(-32021, "Client did not declare form elicitation", data) from None
-            return result
-        finally:
-            call.end()
-            self.running.discard(call)
-            elapsed_ms = (time.perf_counter() - started) * 1000
-            logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
+            outcome = self._outcome_of(call, error)
+        self.calls.running.discard(call)
+        call.end(outcome)
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
+
+    def _outcome_of(self, call: _Call, error: BaseException) -> JSONObject | Exception:
+        """What a call is answered with that has raised `error`."""
+        if call.is_refused:
+            # Agents of the handshake versions show their model a tool's error, but may stop at one of the protocol.
+            return _protocol_error(-32000, _TOO_MANY) if call.parks else _failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
+        if call.task is not None and call.task.cancelling():
+            return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
+        modules = [*call.modules.values()]
+        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
+        result = mapper.to_result(error)
+        if call.parks and _is_unasked(error):
+            data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
+            return _protocol_error(-32021, "Client did not declare form elicitation", data)
+        return result
 
     async def _run_module(self, call: _Call, context: Context[Any]) -> JSONObject:
         """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
@@ -3365,7 +3463,7 @@ class _Bridge:
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
                 await self.activity.idle.wait()
-            for call in self.router.running:
+            for call in self.router.calls.running:
                 call.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
                 await self.activity.idle.wait()

@@ -17,6 +17,7 @@ import pytest
 from apcore import ModuleAnnotations
 from apcore.errors import ACLDeniedError
 from conftest import (
+    HANDSHAKE,
     MODERN,
     FunctionalModule,
     RawClient,
@@ -28,7 +29,7 @@ from conftest import (
 )
 from mcp import MCPError
 from mcp.client import Client
-from mcp_types import CLIENT_CAPABILITIES_META_KEY, ListRootsResult
+from mcp_types import CLIENT_CAPABILITIES_META_KEY, ElicitResult, ListRootsResult
 from support import (
     REDACTED,
     SCHEMA,
@@ -243,6 +244,97 @@ async def test_a_retry_without_the_answer_is_asked_again() -> None:
         assert result.structured_content == {"n": 2, "answer": None}
 
 
+async def ask_three(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    keys = inputs["keys"]
+    answers = await asyncio.gather(*(elicit(context, f"{n}?", SCHEMA, key=key) for n, key in enumerate(keys)))
+    return {"answers": [answer and answer["name"] for answer in answers]}
+
+
+async def test_questions_of_one_call_are_open_at_once_and_a_retry_is_asked_for_the_rest() -> None:
+    """No key is used twice, nor one that is made up where the module has it."""
+    async with wired({"ask": ask_three}) as wire:
+        arguments = {"keys": ["approval", "approval-2", "approval", None, None]}
+        result = await wire.call("ask", arguments)
+        asked = {key: request.params.message for key, request in result.input_requests.items()}
+        assert asked == {"approval": "0?", "approval-2": "1?", "approval-3": "2?", "input": "3?", "input-2": "4?"}
+        for answered in ("approval-2", "input"):
+            asked.pop(answered)
+            given = {answered: accept(name=answered), "never": accept(name="Eve")}
+            result = await wire.call("ask", arguments, request_state=result.request_state, input_responses=given)
+            assert {key: request.params.message for key, request in result.input_requests.items()} == asked
+        given = {key: accept(name=key) for key in asked}
+        result = await wire.call("ask", arguments, request_state=result.request_state, input_responses=given)
+    answers = ["approval", "approval-2", "approval-3", "input", "input-2"]
+    assert result.structured_content == {"answers": answers}
+
+
+async def test_a_handshake_client_is_asked_several_questions_at_once() -> None:
+    all_are_asked = asyncio.Barrier(3)
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        await all_are_asked.wait()
+        return accept(name=params.message)
+
+    client = {"elicitation_callback": answer}
+    async with connect({"ask": ask_three}, mode=HANDSHAKE, client=client) as client, asyncio.timeout(20):
+        result = await client.call_tool("ask", {"keys": [None] * 3})
+    assert result.structured_content == {"answers": ["0?", "1?", "2?"]}
+
+
+async def test_nothing_of_what_clients_answer_is_kept(mode: str) -> None:
+    """Neither what they accept with nor what they decline with; also where timers keep the call they were made in."""
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(3600, print)
+        return {"answer": bool(await elicit(context, "Who?", SCHEMA, key="name"))}
+
+    arguments, asked = asking(lambda params: ElicitResult(action=action, content={"name": "x" * 1_000_000}))
+    async with connect({"ask": patient}, mode=mode, client=arguments) as client, asyncio.timeout(40):
+        action: Any = "accept"
+        await client.call_tool("ask")
+        tracemalloc.start()
+        try:
+            for action in ["accept"] * 8 + ["decline"] * 8:
+                result = await client.call_tool("ask")
+                assert result.structured_content == {"answer": action == "accept"}
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (len(asked), kept < 4_000_000) == (17, True), kept
+
+
+async def test_waiting_calls_of_handshake_clients_count_against_the_two_mebibytes() -> None:
+    """One more is refused, as a tool error, which every agent can show its model."""
+    asked, waiting = asyncio.Event(), asyncio.Event()
+    ended: list[str] = []
+
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"answer": await elicit(context, "Who?", SCHEMA)}
+        finally:
+            ended.append(inputs["text"][:1])
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        asked.set()
+        await waiting.wait()
+        return accept(name="Ada")
+
+    def large(letter: str) -> dict[str, str]:
+        return {"text": letter * (2**20 + 100)}
+
+    client = {"elicitation_callback": answer}
+    async with connect({"ask": patient}, mode=HANDSHAKE, client=client) as client, asyncio.timeout(20):
+        first = asyncio.create_task(client.call_tool("ask", large("a")))
+        await asked.wait()
+        refused = await client.call_tool("ask", large("b"))
+        assert failure(refused, "Too many calls, or too large ones, wait for their users' answers")
+        assert ended == ["b"]
+        waiting.set()
+        assert (await first).structured_content == {"answer": {"name": "Ada"}}
+        assert not (await client.call_tool("ask", large("c"))).is_error
+
+
 PATIENT = """
 ended = threading.Event()
 
@@ -286,6 +378,7 @@ def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
 
 async def test_a_parked_call_keeps_nothing_of_a_requests_meta() -> None:
     """Each may be as large as a request, and a thousand calls may wait."""
+
     async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"answer": await elicit(context, "Who?", SCHEMA, key="name")}
 
