@@ -64,6 +64,7 @@ from typing import (
 )
 from urllib.parse import quote, urljoin, urlsplit
 
+import yaml
 from annotated_types import Predicate
 from apcore import (
     ACL,
@@ -90,7 +91,7 @@ from apcore.builtin_steps import (
 )
 from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.errors import ApprovalDeniedError, ErrorCodeRegistry, ModuleExecuteError
+from apcore.errors import ApprovalDeniedError, BindingFileInvalidError, ErrorCodeRegistry, ModuleExecuteError
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.registry import load_metadata
@@ -926,6 +927,7 @@ class _Tool:
         self.is_closed = (  # a function that takes no arguments but those of its schema
             isinstance(module, FunctionModule)
             and inspect.getfullargspec(inspect.unwrap(_function_of(module))).varkw is None
+            and (_pydantic_type(self.model) is not None or _lists_all_names(descriptor.input_schema))
         )
         outputs = self._outputs(_output_type(module))
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # of results
@@ -983,6 +985,11 @@ class _Tool:
     def definition(self, names: str) -> JSONObject:
         """The tool as MCP's `tools/list` sends it (FR-SERVER-011), with `names` as the option `tool_names`."""
         return {"name": self.name_as(names), **self._definition}
+
+
+def _lists_all_names(schema: JSONSchema) -> bool:
+    """Whether the properties of an object's schema are all that it says of names; a binding's may say more."""
+    return "properties" in schema and not schema.keys() & {"$ref", *_IN_PLACE, *_OTHER_PROPERTIES}
 
 
 def _as_listed(definition: JSONObject) -> JSONObject:
@@ -1209,12 +1216,13 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
 
     Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take minutes
     where a pydantic model takes milliseconds."""
-    if not hasattr(tool.model, "model_validate_json"):
-        for error in _ArgumentsValidator(tool.input_schema).iter_errors(arguments):
-            yield from _leaves(error)
-        return
     for name in _unknown_arguments(tool, arguments):
         yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
+    if not hasattr(tool.model, "model_validate_json"):
+        known = {name: value for name, value in arguments.items() if name not in _unknown_arguments(tool, arguments)}
+        for error in _ArgumentsValidator(tool.input_schema).iter_errors(known):
+            yield from _leaves(error)
+        return
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as error:
@@ -1496,7 +1504,8 @@ def _document(tool: _Tool) -> str:
 # ---- Files: a folder's modules: loaded, loaded again when their files change, and removed with them; any thread ----
 
 _IGNORED_NAMES = re.compile(r"[._]|node_modules$")  # of files and folders that are neither loaded nor looked at
-_MODULE_FILES = (".py", "_meta.yaml", ".binding.yaml")
+_BINDING_FILES = (".binding.yaml", ".binding.yml")
+_MODULE_FILES = (".py", "_meta.yaml", *_BINDING_FILES)
 _LOOK_SECONDS = 0.5  # from one look at the files of modules to the next, with `dynamic`
 _FileState = tuple[int, int, int] | str  # a file's inode, time and size; or what keeps it from being read
 
@@ -1591,37 +1600,64 @@ class _Files:
 
     def _load(self, path: str) -> None:
         """Register what a file defines or binds. What of it cannot be is left out by its name."""
-        metadata_path = path.removesuffix(".py") + "_meta.yaml"
-        for read in (path, metadata_path):  # metadata may say that a module requires approval: never without it
-            state = self._states.get(read)
-            if isinstance(state, str):
-                raise OSError(f"{os.path.basename(read)} {state}")
-        if path.endswith(".yaml"):
-            for module in _bound(path):
-                with _left_out(f"{path}: binding {module.module_id}", self.left_out):
-                    self._register(path, module.module_id, module)
+        self._check_state(path)
+        if path.endswith(_BINDING_FILES):
+            self._load_bindings(path)
             return
+        metadata_path = path.removesuffix(".py") + "_meta.yaml"
+        self._check_state(metadata_path)  # it may say that a module requires approval: never without it
         metadata = load_metadata(Path(metadata_path))
-        for read in (path, metadata_path):
-            if _state_of(read) != self._states.get(read):  # since the look; a file before this one may take its time
-                raise OSError(f"{os.path.basename(read)} is being written")
-        entry_point = metadata.get("entry_point", "").rpartition(":")[2]
+        self._check_state(metadata_path)
         if self._registry._pre_approval_hook:
             self._registry._pre_approval_hook(Path(path))
         module_id = self._module_id(path)
         contents = _run_file(path, f"apcore_ext.{module_id}")
         own = [value for value in contents.values() if getattr(value, "__module__", "") == contents["__name__"]]
-        functions = [value for value in own if hasattr(value, "apcore_module")]
+        has_functions = self._load_functions(path, own)
+        for name, value in contents.items():
+            # `from apcore import module` is another one, which takes a function for an ID and returns its inner one.
+            if inspect.isfunction(value) and value.__module__ == APCore.__module__:
+                reason = "`from apcore import module` needs @module(): take `from apcore.decorator import module`"
+                _leave_out(f"{path}: function {name}", reason, self.left_out)
+        has_classes = self._load_class(path, own, module_id, metadata)
+        if not has_functions and not has_classes:
+            hint = "a function needs @module (from apcore.decorator import module), a class execute() and input_schema"
+            logger.info("%s defines no module: %s", path, hint)
+
+    def _check_state(self, path: str) -> None:
+        """OSError for a file that cannot be read, and for one that has changed since the look."""
+        state = self._states.get(path)
+        if isinstance(state, str):
+            raise OSError(f"{os.path.basename(path)} {state}")
+        if state != _state_of(path):
+            raise OSError(f"{os.path.basename(path)} is being written")
+
+    def _load_bindings(self, path: str) -> None:
+        """Register what a `*.binding.yaml` file binds, also of files beside it."""
+        folder = os.path.dirname(path)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        entries = _binding_entries(path)
+        self._check_state(path)
+        for number, entry in enumerate(entries, 1):
+            name = entry.get("module_id", f"number {number}") if isinstance(entry, dict) else f"number {number}"
+            with _left_out(f"{path}: binding {name}", self.left_out):
+                module = _bound(entry, path)
+                self._register(path, module.module_id, module)
+
+    def _load_functions(self, path: str, values: Iterable[Any]) -> bool:
+        """Register the functions with `@module` among `values`, what a file defines; returns whether there are any."""
+        functions = [value for value in values if hasattr(value, "apcore_module")]
         for function in dict.fromkeys(functions):  # each once, whatever names it has
             with _left_out(f"{path}: function {function.__name__}", self.left_out):
                 module = function.apcore_module
                 self._register(path, module.module_id.removeprefix("apcore_ext."), module)
-        for name, value in contents.items():
-            # `from apcore import module` is another one, which takes a function for an ID and returns its inner one.
-            if inspect.isfunction(value) and value.__qualname__.startswith("APCore.module.<locals>."):
-                reason = "`from apcore import module` needs @module(): take `from apcore.decorator import module`"
-                _leave_out(f"{path}: function {name}", reason, self.left_out)
-        classes = _module_classes(own, entry_point)
+        return bool(functions)
+
+    def _load_class(self, path: str, values: Iterable[Any], module_id: str, metadata: JSONObject) -> bool:
+        """Register the module class among `values`, what a file defines; returns whether anything looks like one."""
+        entry_point = metadata.get("entry_point", "").rpartition(":")[2]
+        classes = _module_classes(values, entry_point)
         complete = [cls for cls in classes if not _module_faults(cls)]
         complete.sort(key=_has_models, reverse=True)
         for cls in classes:
@@ -1635,9 +1671,7 @@ class _Files:
         if entry_point and not classes:
             reason = "entry_point in the file's metadata names it, and no such class has execute() and input_schema"
             _leave_out(f"{path}: class {entry_point}", reason, self.left_out)
-        elif not functions and not classes:
-            hint = "a function needs @module (from apcore.decorator import module), a class execute() and input_schema"
-            logger.info("%s defines no module: %s", path, hint)
+        return bool(entry_point or classes)
 
     def _register(self, path: str, module_id: str, module: Any, *version_and_metadata: Any) -> None:
         if self._registry.has(module_id):  # `register` would take a class for another version of what is there
@@ -1734,20 +1768,106 @@ def _run_file(path: str, name: str) -> JSONObject:
     return dict(vars(module))
 
 
-def _bound(path: str) -> list[FunctionModule]:
-    """What a `*.binding.yaml` file binds, also of files beside it."""
-    if b"x-sensitive" in Path(path).read_bytes():
-        raise ImportError("apcore keeps no x-sensitive of a binding's schemas: mark it in a model of its function's")
+class _YamlLoader(yaml.SafeLoader):
+    """Reads YAML in the types of JSON: a date that is not quoted is a text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _read_yaml(path: str | Path) -> Any:
+    """What a YAML file says, in UTF-8 whatever the locale; apcore's error where it is no YAML."""
+    try:
+        return yaml.load(Path(path).read_bytes(), _YamlLoader)
+    except yaml.YAMLError as error:
+        raise BindingFileInvalidError(file_path=str(path), reason=f"YAML parse error: {error}") from error
+
+
+_BINDING_KEYS = frozenset(
+    "module_id target description documentation input_schema output_schema auto_schema schema_ref tags version"
+    " annotations metadata".split()
+)
+_SCHEMAS = ("input_schema", "output_schema")
+
+
+def _binding_entries(path: str) -> list[Any]:
+    """What a binding file binds, as it is written there. apcore's own loader reads it in the locale's encoding, and
+    loses all of a file by one bad entry; its rules and its words are kept."""
+    document = _read_yaml(path)
+    if document is None:
+        reason = "File is empty"
+    elif not isinstance(document, dict):
+        reason = "Top-level must be a mapping"
+    elif not document.keys() <= {"spec_version", "bindings"}:
+        reason = f"Unknown top-level keys: {sorted(map(str, document.keys() - {'spec_version', 'bindings'}))}"
+    elif "bindings" not in document:
+        reason = "Missing 'bindings' key"
+    elif not isinstance(document["bindings"], list):
+        reason = "'bindings' must be a list"
+    else:
+        version = document.get("spec_version")
+        if version is None:
+            logger.warning("%s: spec_version missing; defaulting to '1.0'", path)
+        elif version != "1.0":
+            logger.warning("%s: spec_version '%s' is not '1.0'; proceeding best-effort", path, version)
+        return document["bindings"]
+    raise BindingFileInvalidError(file_path=path, reason=reason)
+
+
+def _bound(entry: Any, path: str) -> FunctionModule:
+    """The module of one entry of a binding file. Its schemas hold as they are written, dicts like those of a class: of
+    what is in them, apcore would keep names and types. Without any, apcore makes models of the function's hints."""
+    invalid = functools.partial(BindingFileInvalidError, file_path=path)
+    if not isinstance(entry, dict):
+        raise invalid(reason="Each binding entry must be a mapping")
+    if not entry.keys() <= _BINDING_KEYS:
+        raise invalid(reason=f"Unknown binding entry keys: {sorted(map(str, entry.keys() - _BINDING_KEYS))}")
+    for key in ("module_id", "target"):
+        if key not in entry:
+            raise invalid(reason=f"Binding entry missing '{key}'")
     folder = os.path.dirname(path)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    modules = BindingLoader().load_bindings(path, Registry())
-    for module in modules:
-        name = _function_of(module).__module__
-        beside = Path(folder, *name.split(".")).with_suffix(".py")
-        if beside.exists() and not beside.samefile(str(sys.modules[name].__file__)):
-            raise ImportError(f"another file has been imported as {name}: give {beside} a name of its own")
-    return modules
+    outline = {**entry}  # the entry with schemas that say nothing
+    reference = Path(folder, str(entry.get("schema_ref")))
+    if not outline.keys() & {"auto_schema", *_SCHEMAS} and "schema_ref" in entry and reference.exists():
+        outline |= {"input_schema": {}, "output_schema": {}, **(_read_yaml(reference) or {})}
+        del outline["schema_ref"]
+    schemas = {side: outline[side] for side in _SCHEMAS if side in outline}
+    outline |= {side: {} for side in schemas}
+    # Private, as the public way into it takes a file and not an entry. It refuses what makes no schema, or more than
+    # one, and knows each form of `auto_schema`.
+    loader: Any = BindingLoader()
+    module: FunctionModule = loader._create_module_from_binding(outline, folder, file_path=path)
+    function = _function_of(module)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{entry['target']} is a generator function, which has no result: return a list")
+    beside = Path(folder, *function.__module__.split(".")).with_suffix(".py")
+    if beside.exists() and not beside.samefile(str(sys.modules[function.__module__].__file__)):
+        raise ImportError(f"another file has been imported as {function.__module__}: give {beside} a name of its own")
+    for side, schema in schemas.items():
+        if not isinstance(schema, dict):
+            raise TypeError(f"its {side} is no mapping")
+    for side, schema in schemas.items():
+        # apcore checks the branches of a union alone, and so finds no definition that one of them refers to.
+        with suppress(_Unconvertible):  # the catalog says what comes of it
+            schemas[side] = _SchemaConverter().inline(schema)
+    if schemas:
+        module.input_schema = schemas["input_schema"]
+        module.output_schema = cast(Any, _schema_of_results(schemas["output_schema"]))
+    return module
+
+
+def _schema_of_results(schema: JSONSchema) -> JSONSchema:
+    """The schema of what apcore makes of a function's results, which `schema` describes: a dict stays, None becomes
+    `{}`, and any other value is put under `result`."""
+    if _types(schema) == ["object"] or not schema.keys() & {"type", "anyOf", "oneOf", "enum", "const"}:
+        return schema
+    forms: list[JSONSchema] = [schema] if _admits_object(schema) else []
+    forms.append({"type": "object", "properties": {"result": schema}, "required": ["result"]})
+    if _is_valid(None, schema):
+        forms.append({"type": "object", "maxProperties": 0})
+    return forms[0] if len(forms) == 1 else {"anyOf": forms}
 
 
 _FILES: weakref.WeakKeyDictionary[Registry, _Files] = weakref.WeakKeyDictionary()

@@ -46,7 +46,7 @@ def bound(module_id: str, target: str, **more: Any) -> str:
 
 def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_served(extensions: Path) -> None:
     """NFR-REL-002, whenever and whatever it raises."""
-    say, secret = MODULE.format(tag="bad"), {"properties": {"pin": {"type": "string", "x-sensitive": True}}}
+    say = MODULE.format(tag="bad")
     broken = {
         "bad/syntax.py": "def broken(:\n",
         "bad/missing.py": "import no_such_package_anywhere\n",
@@ -64,13 +64,13 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
         "system/health.py": say,
         "bad/text.binding.yaml": "bindings: [unclosed\n",
         "bad/target.binding.yaml": bound("bad.target", "no_such_module_here:run", **SCHEMAS),
-        "bad/secret.binding.yaml": bound("bad.read", "os.path:join", **SCHEMAS | {"output_schema": secret}),
+        "bad/top.binding.yaml": "bindings: []\nmodules: []\n",
     }
     reasons = {
         "bad/bare.py": "from apcore.decorator import module",
         "bad/twice.py": "class Again is left out: TypeError: Say is",
         "bad/twins.py": f"function g is left out: ValueError: the module ID a.b belongs to {extensions}/bad/twins.py",
-        "bad/secret.binding.yaml": "mark it in a model",  # apcore would lose the mark
+        "bad/top.binding.yaml": "Unknown top-level keys: ['modules']",
     }
     for name, text in broken.items():
         (extensions / name).parent.mkdir(exist_ok=True)
@@ -140,6 +140,140 @@ async def test_functions_with_the_decorator_are_served_beside_classes_and_bindin
         ):
             assert (await client.call_tool(name, given)).structured_content == result
     assert (maths / "imported").read_text() == "once " * 2
+
+
+# ---- Bindings ----
+
+CLINIC = """
+def book(patient, day=None, kind="check-up", minutes=30, tags=(), room=None, pin=""):
+    return {"patient": patient, "kind": kind, "minutes": minutes, "room": room, "pin": pin}
+
+def count(n): return n
+
+def lazily(n): yield n
+"""
+BOOK = {
+    "type": "object",
+    "properties": {
+        "patient": {"type": "string", "minLength": 2, "description": "Who comes \u2014 \u4e88\u7d04"},
+        "day": {"type": "string", "format": "date", "default": "2026-06-01"},
+        "kind": {"enum": ["check-up", "vaccine"], "default": "check-up"},
+        "minutes": {"type": "integer", "minimum": 5, "default": 30},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+        "room": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "pin": {"type": "string", "pattern": "^[0-9]*$", "x-sensitive": True},
+    },
+    "required": ["patient"],
+}
+BOOKED = {"properties": {"pin": {"x-sensitive": True}, "minutes": {"type": "integer", "maximum": 60}}}
+
+
+@pytest.mark.parametrize("place", ["entry", "file beside"])
+async def test_the_schemas_of_a_binding_hold_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """They are advertised and enforced, for the function gets what JSON said; marks hide values."""
+    name = f"_clinic_{place[:4]}"
+    (tmp_path / f"{name}.py").write_text(CLINIC)
+    (tmp_path / "schemas").mkdir()
+    schemas = {"input_schema": BOOK, "output_schema": BOOKED}
+    (tmp_path / "schemas" / "book.yaml").write_text(json.dumps(schemas, ensure_ascii=False), encoding="utf-8")
+    described = schemas if place == "entry" else {"schema_ref": "schemas/book.yaml"}
+    (tmp_path / "clinic.binding.yml").write_text(bound("clinic.book", f"{name}:book", **described))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    async with connect(discover(tmp_path)) as client:
+        (tool,) = (await client.list_tools()).tools
+        assert tool.input_schema == {**BOOK, "additionalProperties": False}
+        booked = await client.call_tool("clinic.book", {"patient": "Ann", "room": 3, "pin": "77"})
+        assert json.loads(text_of(booked)) == {
+            "patient": "Ann", "kind": "check-up", "minutes": 30, "room": 3, "pin": REDACTED_VALUE,
+        }  # fmt: skip
+        wrong = {"patient": "A", "kind": "x", "minutes": 1, "tags": ["a", 2, "c"], "room": 0.5, "pin": "secret"}
+        refused = text_of(await client.call_tool("clinic.book", wrong))
+        faults = {line.split(":")[0] for line in refused.splitlines()[1:]}
+        assert faults == {"- patient", "- kind", "- minutes", "- tags", "- tags.1", "- room", "- pin"}
+        assert "secret" not in refused + caplog.text
+        refused = text_of(await client.call_tool("clinic.book", {"patient": "Ann", "rom": 3}))
+        assert refused == "Input validation failed:\n- rom: Value is not valid (extra_forbidden)"
+        too_long = text_of(await client.call_tool("clinic.book", {"patient": "Ann", "minutes": 90}))
+        assert too_long.startswith("Output validation failed")
+
+
+@pytest.mark.parametrize(
+    ("schema", "results"),
+    [
+        ({"type": "integer", "minimum": 2}, {"3": {"result": 3}, "1": None, '"a"': None}),
+        ({"type": ["integer", "null"]}, {"3": {"result": 3}, "null": {}, '"a"': None}),
+        ({"$defs": {"N": {"type": "integer"}}, "anyOf": [{"$ref": "#/$defs/N"}]}, {"3": {"result": 3}, '"a"': None}),
+        ({"anyOf": [{"type": "object", "required": ["a"]}, {"type": "null"}]}, {'{"a": 1}': {"a": 1}, "null": {}}),
+        ({"type": "array", "items": {"type": "integer"}}, {"[1]": {"result": [1]}, '["a"]': None}),
+        ({"type": "object", "required": ["a"]}, {'{"a": 1}': {"a": 1}, "{}": None, "3": None}),
+        ({}, {"3": {"result": 3}, '{"a": 1}': {"a": 1}, "null": {}}),
+    ],
+    ids=str,
+)
+async def test_an_output_schema_of_a_binding_is_of_what_the_function_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], results: dict[str, Any]
+) -> None:
+    """apcore puts what is no dict under `result`, and makes `{}` of None. What does not fit is refused."""
+    (tmp_path / "_counts.py").write_text(CLINIC)
+    schemas = {"input_schema": {"properties": {"n": {}}}, "output_schema": schema}
+    (tmp_path / "counts.binding.yaml").write_text(bound("m.count", "_counts:count", **schemas))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "_counts", raising=False)
+    async with connect(discover(tmp_path)) as client:
+        for value, result in results.items():
+            told = await client.call_tool("m.count", {"n": json.loads(value)})
+            assert told.is_error == (result is None)
+            assert told.is_error or json.loads(text_of(told)) == result
+
+
+ENTRIES = {
+    "m.lazy": ({"target": "_several:lazily", **SCHEMAS}, "_several:lazily is a generator function"),
+    "m.bare": ({"target": "_several:count"}, "target function lacks complete type hints"),
+    "m.half": ({"target": "_several:count", "input_schema": {}}, "requires both 'input_schema' and 'output_schema'"),
+    "m.both": ({"target": "_several:count", "auto_schema": True, **SCHEMAS}, "specifies multiple schema modes"),
+    "m.odd": ({"target": "_several:count", "auto_schema": "maybe"}, "auto_schema must be a boolean or one of"),
+    "m.text": ({"target": "_several:count", **SCHEMAS, "input_schema": "x"}, "its input_schema is no mapping"),
+    "m.nowhere": ({"target": "_several:count", "schema_ref": "no.yaml"}, "Schema reference file not found"),
+    "m.none": ({"target": "_several:nothing", **SCHEMAS}, "Cannot find callable 'nothing'"),
+    "m.display": ({"target": "_several:count", "display": {}}, "Unknown binding entry keys: ['display']"),
+    "m.aimless": (SCHEMAS, "Binding entry missing 'target'"),
+    "number 11": (["m.list"], "Each binding entry must be a mapping"),
+}
+
+
+def test_a_bad_entry_of_a_binding_leaves_out_itself_by_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In apcore's words; and the others are served."""
+    (tmp_path / "_several.py").write_text(CLINIC)
+    entries: list[Any] = []
+    for module_id, (entry, _) in ENTRIES.items():
+        entries.append({"module_id": module_id, **entry} if isinstance(entry, dict) else entry)
+    good = {"module_id": "m.good", "target": "_several:count", **SCHEMAS}
+    document = {"spec_version": "1.0", "bindings": [*entries, good]}
+    (tmp_path / "several.binding.yaml").write_text(json.dumps(document))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert discover(tmp_path).list() == ["m.good"]
+    for line, (name, (_, words)) in zip(left_out(caplog, tmp_path), ENTRIES.items(), strict=True):
+        assert line.startswith(f"several.binding.yaml: binding {name} is left out: ")
+        assert words in line
+
+
+def test_yaml_is_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    """And its dates are texts, as JSON has no others."""
+    (tmp_path / "_local.py").write_text(CLINIC)
+    (tmp_path / "local.binding.yaml").write_text(
+        "spec_version: '1.0'\nbindings:\n- {module_id: m.count, target: '_local:count', description: \u4e88\u7d04,"
+        " input_schema: {properties: {n: {enum: [2026-01-31], default: 2026-01-31}}}, output_schema: {}}\n",
+        encoding="utf-8",
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = run("--extensions-dir", str(tmp_path), "--export", "mcp", env=ascii_only, encoding="utf-8")
+    (tool,) = json.loads(ended.stdout)
+    assert tool["description"] == "\u4e88\u7d04"
+    assert tool["inputSchema"]["properties"]["n"] == {"enum": ["2026-01-31"], "default": "2026-01-31"}
 
 
 def test_what_apcore_passes_over_is_no_place_for_bindings_either(
