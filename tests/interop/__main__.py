@@ -24,7 +24,7 @@ from pathlib import Path
 
 import apcore_mcp
 
-from . import adapters, agents, hostile, pages
+from . import adapters, agents, hostile, logins, pages
 from .programs import (
     CACHE,
     HERE,
@@ -67,7 +67,7 @@ CLIENTS = [
     Client("MCP TypeScript SDK 1", "sdk1.mjs", "@modelcontextprotocol/sdk"),
     Client("MCP Inspector", "with_inspector.py", "@modelcontextprotocol/inspector"),
     Client("FastMCP", "with_fastmcp.py", "fastmcp", "fastmcp", "fastmcp"),
-    Client("LangChain adapters", "with_langchain.py", "langchain-mcp-adapters", "langchain", agent=True),
+    Client("LangChain", "with_langchain.py", "langchain", "langchain-mcp", "langchain[mcp]", agent=True),
     Client("OpenAI Agents SDK", "with_openai_agents.py", "openai-agents", "openai-agents", agent=True),
     Client("Pydantic AI", "with_pydantic_ai.py", "pydantic-ai-slim", "pydantic", "pydantic-ai-slim[mcp]", agent=True),
 ]
@@ -166,6 +166,7 @@ def main() -> None:
     show(["client", *CHECKS, HOSTILE], [row(client) for client in CLIENTS if chosen(client.name)])
     show(agents.HEADINGS, [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)])
     show(adapters.HEADINGS, [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)])
+    show(logins.HEADINGS, [logins.row(name) for name in logins.ROWS if chosen(f"login {name}")])
     show(pages.HEADINGS, [pages.row(name) for name in pages.ROWS if chosen(name)])
     if chosen("conformance suite"):
         try:

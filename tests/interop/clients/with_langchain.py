@@ -1,21 +1,18 @@
-"""LangChain's adapters: tools as an agent gets them."""
+"""LangChain, with `langchain[mcp]`: tools as an agent gets them."""
 
 import contextlib
 from typing import Any
 
 from checks import Adapter, main
-from langchain_mcp_adapters.client import MultiServerMCPClient
-from langchain_mcp_adapters.resources import load_mcp_resources
-from langchain_mcp_adapters.tools import load_mcp_tools
+from fastmcp.client.transports import StdioTransport
+from langchain.mcp import MCPAdapter
 
 
 @contextlib.asynccontextmanager
 async def connect(target: Any) -> Any:
-    connection: Any = {"transport": "streamable_http", "url": target}
-    if isinstance(target, list):
-        connection = {"transport": "stdio", "command": target[0], "args": target[1:]}
-    async with MultiServerMCPClient({"apcore": connection}).session("apcore") as session:
-        tools = {tool.name: tool for tool in await load_mcp_tools(session)}
+    server = StdioTransport(target[0], target[1:]) if isinstance(target, list) else target
+    async with MCPAdapter(server) as adapter:
+        tools = {tool.name: tool for tool in await adapter.list_tools()}
 
         async def names() -> list[str]:
             return [*tools]
@@ -27,8 +24,8 @@ async def connect(target: Any) -> Any:
             return text, value, message.status == "error"
 
         async def read(uri: str) -> str:
-            (blob,) = await load_mcp_resources(session, uris=uri)
-            return str(blob.as_string())
+            (resource,) = await adapter.client.read_resource(uri)
+            return str(resource.text)
 
         yield Adapter(names, call, read, calls_any_name=False)
 
