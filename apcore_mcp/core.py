@@ -49,7 +49,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager,
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -58,7 +58,9 @@ from typing import (
     Literal,
     ParamSpec,
     TypeVar,
+    Union,
     cast,
+    get_args,
     get_origin,
     get_type_hints,
 )
@@ -119,6 +121,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_json, to_jsonable_python
 from referencing import Registry as SchemaResources
@@ -2901,6 +2904,129 @@ class _RegistryView:
         return None if module is None else _ModuleView(module)
 
 
+def _is_apcores(thing: Any) -> bool:
+    """Whether apcore has made `thing`, a class or a function, while it made a module of a function."""
+    return getattr(thing, "__module__", None) == FunctionModule.__module__ and not hasattr(thing, "__wrapped__")
+
+
+def _is_as_sent(hint: Any) -> bool:
+    """Whether JSON's values are what a hint says, just as they are: for `str` and `dict[str, Any] | None`; not for
+    `date`, nor for `float`, as a client may send `2`."""
+    origin = get_origin(hint)
+    parts = get_args(hint)
+    if origin is dict:
+        return parts[0] is str and _is_as_sent(parts[1])
+    if origin in (list, Union, UnionType):
+        return all(map(_is_as_sent, parts))
+    return hint in (str, int, bool, NoneType, list, dict, Any)
+
+
+class _Signature:
+    """What the calls of a function need to know of its signature, read once for each module that apcore made of one.
+
+    It holds names alone: a type, a default or the function itself would keep the module that it is kept for."""
+
+    def __init__(self, module: FunctionModule) -> None:
+        fields = module.input_schema.model_fields
+        self.contexts: list[str] = []  # the parameters that are given the call's Context
+        self.positional_only: list[str] = []
+        self.filled: list[str] = []  # those whose default is in the model: `limit: int = Field(10, le=50)`
+        for name, parameter in inspect.signature(_function_of(module)).parameters.items():
+            if name in ("self", "cls") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name not in fields:
+                self.contexts.append(name)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                self.positional_only.append(name)
+            if isinstance(parameter.default, FieldInfo):
+                self.filled.append(name)
+        self.read: dict[str, str] = {}  # the names under which they are sent, of those that are not taken as they are
+        for name, field in fields.items():
+            alias = field.validation_alias
+            if alias is not None or field.metadata or name in self.filled or not _is_as_sent(field.annotation):
+                self.read[name] = alias if isinstance(alias, str) else name
+        self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
+
+
+_SIGNATURES = weakref.WeakKeyDictionary[FunctionModule, _Signature]()
+
+
+class _Function:
+    """A function of which apcore made a module, in one call of a server: it is called with what its hints say.
+
+    apcore (0.32) makes a model of the hints and validates by it, but hands on what was sent: the text of a date, the
+    list of a set. And of every result but a model or a dict it promises `{"result": ...}`, but gives None, a model and
+    a dict without it, also for the hints `Item | None` and `Any`."""
+
+    def __init__(self, module: FunctionModule) -> None:
+        signature = _SIGNATURES.get(module)
+        if signature is None:
+            signature = _SIGNATURES[module] = _Signature(module)
+        self._signature = signature
+        self._function = _function_of(module)
+        self._model = module.input_schema
+
+    def run(self, inputs: JSONObject, context: Context[Any]) -> JSONObject:
+        """Call a sync function, as `execute` of its module does."""
+        positional, named = self._arguments(inputs, context)
+        return self._output(self._function(*positional, **named))
+
+    async def run_async(self, inputs: JSONObject, context: Context[Any]) -> JSONObject:
+        """Call an async function, as `execute` of its module does."""
+        positional, named = self._arguments(inputs, context)
+        return self._output(await self._function(*positional, **named))
+
+    def _arguments(self, inputs: JSONObject, context: Context[Any]) -> tuple[list[Any], JSONObject]:
+        """What the function is called with: the arguments that only take a place, and those by name."""
+        named = {**self._read(inputs), **dict.fromkeys(self._signature.contexts, context)}
+        positional = []
+        if self._signature.positional_only:
+            parameters = inspect.signature(self._function).parameters
+            positional = [named.pop(name, parameters[name].default) for name in self._signature.positional_only]
+        return positional, named
+
+    def _read(self, inputs: JSONObject) -> JSONObject:
+        """What was sent, by parameters and as their hints say: read as apcore has read it to validate it. What has not
+        been sent is left to the function's own defaults, and what it does not take, to its refusal."""
+        names = self._signature.read
+        if not names:
+            return inputs
+        try:
+            try:
+                text = json.dumps(inputs)
+            except (TypeError, ValueError):  # another module calls this one, with Python's values
+                model = self._model.model_validate(inputs, strict=True)
+            else:
+                model = self._model.model_validate_json(text, strict=True)
+        except ValidationError:  # the Executor does without validation
+            return inputs
+        values = {name: value for name, value in inputs.items() if name not in names.values()}
+        for name in names:
+            if name in model.model_fields_set or name in self._signature.filled:
+                values[name] = vars(model)[name]
+        return values
+
+    def _output(self, result: Any) -> JSONObject:
+        """What the function returned, in the form that apcore has promised."""
+        if isinstance(result, BaseModel):
+            result = result.model_dump()  # as apcore does, whose redaction looks into dicts alone
+        if self._signature.is_wrapped:
+            return {"result": result}
+        if result is None:
+            return {}
+        return result if isinstance(result, dict) else {"result": result}
+
+
+def _execute_of(module: Any) -> Callable[..., Any]:
+    """What runs a module in the calls of a server. Only a function whose schema apcore has made of its hints, and whose
+    `execute` is apcore's, is run by its hints: another schema says nothing of the types that it takes."""
+    execute: Callable[..., Any] = module.execute
+    if not isinstance(module, FunctionModule) or not _is_apcores(execute) or not _is_apcores(module.input_schema):
+        return execute
+    function = _Function(module)
+    return function.run_async if inspect.iscoroutinefunction(execute) else function.run
+
+
 class _RunningModule(_ModuleView):
     """A module as the step sees it that runs it: what runs for the call can be ended."""
 
@@ -2913,7 +3039,7 @@ class _RunningModule(_ModuleView):
 
     async def execute(self, inputs: JSONObject, context: Context[Any]) -> Any:
         """Run the module as apcore does: a coroutine in this task, any other function in a thread."""
-        execute = self.module.execute
+        execute = _execute_of(self.module)
         self._task = asyncio.current_task()
         try:
             if inspect.iscoroutinefunction(execute):

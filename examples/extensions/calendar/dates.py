@@ -1,7 +1,7 @@
-"""A function that works with real dates: `@validate_call` makes them of what JSON can say.
+"""A function that works with real dates: it gets what its signature says, and not the texts that JSON has for them.
 
-apcore holds arguments against the signature and then hands them over as they arrived: dates and enums as texts, models
-as dicts. pydantic's `@validate_call`, under `@module`, gives the function what its signature says.
+apcore alone holds arguments against the signature and then hands them over as they arrived. What was not sent is
+the function's own default.
 """
 
 from datetime import date
@@ -10,7 +10,7 @@ from typing import Annotated
 
 from apcore import ModuleExample
 from apcore.decorator import module
-from pydantic import Field, validate_call
+from pydantic import Field
 
 
 class Unit(StrEnum):
@@ -32,7 +32,6 @@ DAYS_OF = {Unit.DAYS: 1, Unit.WEEKS: 7}
         )
     ],
 )
-@validate_call
 def between(
     first: Annotated[date, Field(description="The earlier day, as YYYY-MM-DD.")],
     last: Annotated[date, Field(description="The later day; the result is negative when it is not.")],

@@ -1,0 +1,646 @@
+"""A function gets what its type hints say, and so does who called it: in the calls of a server, at every door, as a
+`@module`, by hand, from a folder or as a binding. What came to no server, or has other schemas, is apcore's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import gc
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NewType
+from uuid import UUID
+
+import httpx
+import pytest
+from apcore import Executor, FunctionModule, Middleware, Registry
+from apcore.context import Context
+from apcore.decorator import module
+from apcore.errors import ModuleError, SchemaValidationError
+from apcore.utils.redaction import REDACTED_VALUE
+from conftest import HANDSHAKE, MODERN, connect
+from jsonschema import Draft202012Validator
+from pydantic import AfterValidator, BaseModel, Field, RootModel, StringConstraints, create_model, validate_call
+from support import SECRET_TEXT, accept, asking, text_of
+from typing_extensions import TypedDict
+
+from apcore_mcp import async_serve, discover, run_openai_call
+
+DAY = date(2026, 2, 3)
+ISO = "2026-02-03"
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Tone(enum.StrEnum):
+    DARK = "dark"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Item(BaseModel):
+    name: str
+    day: date | None = None
+    color: Color = Color.RED
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    born: date
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    weight: float
+
+
+class Secret(BaseModel):
+    name: str
+    pin: str = Field(json_schema_extra={"x-sensitive": True})
+
+
+class Days(RootModel[list[date]]): ...
+
+
+@dataclass
+class Point:
+    x: float
+    day: date | None = None
+
+
+class Row(TypedDict, total=False):
+    day: date
+    share: float
+
+
+class Pair(NamedTuple):
+    number: int
+    day: date
+
+
+Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
+Shout = Annotated[str, AfterValidator(str.upper)]
+Stripped = Annotated[str, StringConstraints(strip_whitespace=True)]
+UserId = NewType("UserId", int)
+
+
+def registry_of_functions(*functions: Callable[..., Any], prefix: str = "f") -> Registry:
+    registry = Registry()
+    for function in functions:
+        registry.register(f"{prefix}.{function.__name__}", FunctionModule(function, f"{prefix}.{function.__name__}"))
+    return registry
+
+
+async def answer(source: Any, name: str, **arguments: Any) -> Any:
+    """What a model is told of a call: a result, or the text of an error."""
+    text = await run_openai_call(source, f"f-{name}", arguments)
+    return json.loads(text) if text.startswith("{") else text
+
+
+def hinted(hint: Any) -> Callable[..., Any]:
+    """A function that keeps what it gets as a `value` of the type `hint`."""
+
+    def keep(value: Any) -> None:
+        keep.got.append(value)  # type: ignore[attr-defined]
+
+    keep.__annotations__["value"] = hint
+    keep.got = []  # type: ignore[attr-defined]
+    return keep
+
+
+HINTS: list[tuple[Any, Any, Any]] = [
+    (date, ISO, DAY),
+    (datetime, "2026-02-03T10:00:00+02:00", datetime(2026, 2, 3, 10, tzinfo=timezone(timedelta(hours=2)))),
+    (time, "10:00:00", time(10)),
+    (timedelta, "PT90S", timedelta(seconds=90)),
+    (UUID, str(UUID(int=7)), UUID(int=7)),
+    (Decimal, 1.1, Decimal("1.1")),
+    (Decimal, "1.10", Decimal("1.10")),
+    (Color, "red", Color.RED),
+    (Tone, "dark", Tone.DARK),
+    (Level, 1, Level.LOW),
+    (set[int], [1, 1, 2], {1, 2}),
+    (frozenset[str], ["a", "a"], frozenset("a")),
+    (tuple[int, date], [1, ISO], (1, DAY)),
+    (tuple[float, ...], [1, 2], (1.0, 2.0)),
+    (Path, "/tmp", Path("/tmp")),
+    (bytes, "abc", b"abc"),
+    (float, 2, 2.0),
+    (complex, "1+2j", 1 + 2j),
+    (Item, {"name": "a", "day": ISO}, Item(name="a", day=DAY)),
+    (Pet, {"kind": "dog", "weight": 3}, Dog(kind="dog", weight=3.0)),
+    (Cat | Dog, {"kind": "cat", "born": ISO}, Cat(kind="cat", born=DAY)),
+    (Days, [ISO], Days([DAY])),
+    (Point, {"x": 1, "day": ISO}, Point(1.0, DAY)),
+    (Row, {"day": ISO, "share": 1}, {"day": DAY, "share": 1.0}),
+    (Pair, [1, ISO], Pair(1, DAY)),
+    (UserId, 3, 3),
+    (Shout, "abc", "ABC"),
+    (Stripped, " a ", "a"),
+    (date | None, ISO, DAY),
+    (Color | None, None, None),
+    (list[date], [ISO], [DAY]),
+    (list[Item], [{"name": "a"}], [Item(name="a")]),
+    (dict[str, Decimal], {"a": 2}, {"a": Decimal(2)}),
+    (dict[int, date], {"1": ISO}, {1: DAY}),
+    (dict[Color, float], {"red": 1}, {Color.RED: 1.0}),
+    (list[dict[str, set[int]]] | None, [{"a": [1, 1]}], [{"a": {1}}]),
+    (Mapping[str, date], {"a": ISO}, {"a": DAY}),
+    (Sequence[float], [1], [1.0]),
+    (Annotated[date, Field(description="A day.")], ISO, DAY),
+    (Annotated[list[Annotated[date, Field()]], Field(min_length=1)], [ISO], [DAY]),
+    (str | date, ISO, ISO),  # pydantic's own choice
+    (Any, {"a": [1, ISO]}, {"a": [1, ISO]}),
+    (dict, {"a": 1}, {"a": 1}),
+    (dict[str, list[Any]], {"a": [1]}, {"a": [1]}),
+    (Literal["a", 1], 1, 1),
+]
+"""A hint, what a client sends, and what the function gets."""
+
+
+def leaves(value: Any) -> list[type]:
+    """The types of a value and of all that is in it, as `2 == 2.0`."""
+    parts: Any = ()
+    if isinstance(value, BaseModel) or hasattr(value, "__dataclass_fields__"):
+        parts = vars(value).values()
+    elif isinstance(value, Mapping):
+        parts = [*value, *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    return [type(value), *(kind for part in parts for kind in leaves(part))]
+
+
+@pytest.mark.parametrize(("hint", "sent", "expected"), HINTS, ids=lambda value: str(value)[:40])
+async def test_a_function_gets_what_its_hint_says(hint: Any, sent: Any, expected: Any) -> None:
+    function = hinted(hint)
+    assert await answer(registry_of_functions(function), "keep", value=sent) == {}
+    (got,) = function.got  # type: ignore[attr-defined]
+    assert got == expected
+    if not isinstance(expected, datetime):  # pydantic has a class of its own for time zones
+        assert leaves(got) == leaves(expected)
+
+
+WRONG: list[tuple[Any, Any]] = [
+    (int, "21"), (int, 2.0), (int, True), (float, "2"), (bool, "yes"), (bool, 1), (str, 7), (date, "tomorrow"),
+    (date, 0), (datetime, 1_700_000_000), (Color, "green"), (Level, 2), (set[int], [1, "2"]), (tuple[int, int], [1]),
+    (Item, {"day": ISO}), (Pet, {"kind": "cow"}), (Point, {"x": "1"}), (Row, {"day": "?"}), (list[date], [ISO, ""]),
+    (Annotated[int, Field(le=3)], 4), (timedelta, 5), (UUID, "7"), (date | None, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hint", "sent"), WRONG, ids=str)
+async def test_what_a_hint_does_not_say_is_refused_as_ever_and_reaches_no_function(hint: Any, sent: Any) -> None:
+    """Nothing is guessed."""
+    function = hinted(hint)
+    registry = registry_of_functions(function)
+    for text in (
+        await answer(registry, "keep", value=sent),
+        await answer(registry, "keep"),
+        await answer(registry, "keep", value=sent, more=1),
+    ):
+        assert text.startswith("Input validation failed:\n- "), text
+    assert function.got == []  # type: ignore[attr-defined]
+
+
+SHARED: list[date] = []
+
+
+async def later(day: date) -> str:
+    await asyncio.sleep(0)
+    return repr(day)
+
+
+def by_name(*, day: date, share: float = 2) -> str:
+    return repr((day, share))
+
+
+def open_ended(day: date, **more: Any) -> str:
+    return repr((day, more))
+
+
+def with_context(first: int, ctx: Context, day: date = DAY) -> str:
+    return repr((first, type(ctx).__name__, ctx.redacted_inputs, day))
+
+
+def plain_with_context(word: str, here: Context, count: int = 3) -> str:
+    return repr((word, type(here).__name__, count))
+
+
+def no_context(context: date) -> str:
+    return repr(context)
+
+
+def own_defaults(day: date = "soon", days: list[date] = SHARED, share: float = 2) -> str:  # type: ignore[assignment]
+    return repr((day, days is SHARED, share))
+
+
+_A_DAY: Any = Field(DAY, description="A day.")
+_A_COUNT: Any = Field(3, ge=1)
+_SOME_DAYS: Any = Field(default_factory=lambda: ["a"])
+
+
+def models_defaults(
+    day: date = _A_DAY,
+    count: int = _A_COUNT,
+    days: list[str] = _SOME_DAYS,
+) -> str:
+    return repr((day, count, days))
+
+
+def alias(from_: Annotated[str, Field(alias="from")], until: Annotated[date, Field(alias="to")] = DAY) -> str:
+    return repr((from_, until))
+
+
+def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: float = 2) -> str:
+    return repr((schema, json, copy, model_fields_set))
+
+
+def places(day: date, share: float = 2.5, /, count: int = 1) -> str:
+    return repr((day, share, count))
+
+
+def more_places(day: date, *days: date) -> str:
+    return repr((day, days))
+
+
+def traced(function: Any) -> Any:
+    @functools.wraps(function)
+    def trace(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return trace
+
+
+@traced
+def wrapped(day: date) -> str:
+    return repr(day)
+
+
+@validate_call
+def validated(day: date, item: Item) -> str:
+    return repr((day, item))
+
+
+@validate_call
+async def validated_later(day: date) -> str:
+    return repr(day)
+
+
+FORMS: list[tuple[Any, dict[str, Any], Any]] = [
+    (later, {"day": ISO}, DAY),
+    (by_name, {"day": ISO}, (DAY, 2)),
+    (by_name, {"day": ISO, "share": 3}, (DAY, 3.0)),
+    (open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})),
+    (with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)),
+    (plain_with_context, {"word": "a"}, ("a", "Context", 3)),
+    (no_context, {"context": ISO}, DAY),
+    (own_defaults, {}, ("soon", True, 2)),
+    (models_defaults, {}, (DAY, 3, ["a"])),
+    (models_defaults, {"day": ISO, "days": []}, (DAY, 3, [])),
+    (alias, {"from": "here"}, ("here", DAY)),
+    (alias, {"from": "here", "to": ISO}, ("here", DAY)),
+    (pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)),
+    (places, {"day": ISO}, (DAY, 2.5, 1)),
+    (places, {"day": ISO, "count": 2, "share": 1}, (DAY, 1.0, 2)),
+    (more_places, {"day": ISO}, (DAY, ())),
+    (wrapped, {"day": ISO}, DAY),
+    (validated, {"day": ISO, "item": {"name": "a"}}, (DAY, Item(name="a"))),
+    (validated_later, {"day": ISO}, DAY),
+]
+"""A function, what is sent, and what it got, as `repr` writes it."""
+
+
+@pytest.mark.filterwarnings("ignore:Field name")
+@pytest.mark.parametrize(("function", "sent", "expected"), FORMS, ids=lambda value: getattr(value, "__name__", ""))
+async def test_whatever_form_a_function_has_its_hints_hold(function: Any, sent: Any, expected: Any) -> None:
+    registry = registry_of_functions(function)
+    assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}
+    assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}  # nothing is used up
+
+
+CLINIC = """
+from __future__ import annotations
+from datetime import date
+DAY = date(2026, 2, 3)
+def is_day(day: date) -> bool: return day == DAY
+class Clinic:
+    def is_day(self, day: date) -> bool: return day == DAY
+"""
+DECORATED = "from apcore.decorator import module\nis_day = module(id='f.decorated')(is_day)\n"
+
+
+class Clinic:
+    def is_day(self, day: date) -> bool:
+        return day == DAY
+
+
+async def test_hints_hold_at_every_door_and_wherever_the_function_comes_from(tmp_path: Path) -> None:
+    """A file's `@module`, one by hand, `module(f, id=...)`, and bindings of a function and of a class's method."""
+    (tmp_path / "clinic_days.py").write_text(CLINIC)
+    (tmp_path / "own.py").write_text(CLINIC + DECORATED)
+    entries = [
+        {"module_id": "f.bound", "target": "clinic_days:is_day"},
+        {"module_id": "f.method", "target": "clinic_days:Clinic.is_day", "auto_schema": True},
+    ]
+    (tmp_path / "clinic.binding.yaml").write_text(json.dumps({"spec_version": "1.0", "bindings": entries}))
+    registry = discover(tmp_path)
+    registry.register("f.by_hand", FunctionModule(Clinic().is_day, "f.by_hand"))
+    registry.register("f.called", module(Clinic().is_day, id="f.called"))
+    registry.register("f.on_instance", module(id="f.on_instance")(Clinic().is_day).apcore_module)
+    names = ["bound", "by_hand", "called", "decorated", "method", "on_instance"]
+    for mode in (HANDSHAKE, MODERN):
+        async with connect(registry, mode=mode) as client:
+            assert [tool.name for tool in (await client.list_tools()).tools] == [f"f.{name}" for name in names]
+            for name in names:
+                result = await client.call_tool(f"f.{name}", {"day": ISO})
+                assert (result.structured_content, text_of(result)) == ({"result": True}, '{"result":true}'), name
+    for name in names:
+        assert await answer(registry, name, day=ISO) == {"result": True}
+    async with async_serve(registry, explorer=True, allow_execute=True) as app:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as page:
+            for name in names:
+                response = await page.post(f"/explorer/tools/f.{name}/call", json={"day": ISO})
+                assert response.json() == {"result": {"result": True}}
+
+
+# ---- Other modules ----
+
+PASSED: list[tuple[Any, Any, Any]] = [
+    (date, ISO, DAY),
+    (date, DAY, DAY),
+    (set[int], {1, 2}, {1, 2}),
+    (set[int], (1, 1), {1}),
+    (Color, Color.RED, Color.RED),
+    (Tone, Tone.DARK, Tone.DARK),
+    (str, Tone.DARK, Tone.DARK),
+    (Level, Level.LOW, Level.LOW),
+    (Decimal, Decimal("1.1"), Decimal("1.1")),
+    (Item, Item(name="a"), Item(name="a")),
+    (Item, {"name": "a", "day": ISO}, Item(name="a", day=DAY)),
+    (Item, {"name": "a", "day": DAY, "color": Color.BLUE}, Item(name="a", day=DAY, color=Color.BLUE)),
+    (Point, Point(1, DAY), Point(1, DAY)),
+    (list[date], [DAY], [DAY]),
+    (Pair, Pair(1, DAY), Pair(1, DAY)),
+    (bytes, b"a", b"a"),
+    (Path, Path("/tmp"), Path("/tmp")),
+    (date | None, None, None),
+]
+"""A hint, what another module passes, and what the function gets."""
+
+
+@pytest.mark.parametrize(("hint", "passed", "expected"), PASSED, ids=lambda value: str(value)[:40])
+async def test_a_function_that_another_module_calls_gets_the_same(hint: Any, passed: Any, expected: Any) -> None:
+    """It may pass JSON's values or Python's, and call with `call` or `call_async`, with its context or without."""
+    function = hinted(hint)
+
+    async def inner(ctx: Context) -> None:
+        await ctx.executor.call_async("f.keep", {"value": passed}, ctx)
+        await ctx.executor.call_async("f.keep", {"value": passed})
+
+    def inner_sync(ctx: Context) -> None:
+        ctx.executor.call("f.keep", {"value": passed}, ctx)
+
+    executor = Executor(registry_of_functions(function, inner, inner_sync))
+    assert (await answer(executor, "inner"), await answer(executor, "inner_sync")) == ({}, {})
+    assert function.got == [expected] * 3  # type: ignore[attr-defined]
+    assert {type(got) for got in function.got} == {type(expected)}  # type: ignore[attr-defined]
+
+
+async def test_what_another_module_passes_wrongly_is_refused_in_apcores_words() -> None:
+    """With JSON's values beside Python's too, which apcore reads as Python's; and what the function does not take."""
+    function = hinted(date)
+    told = []
+
+    def reckless(ctx: Context) -> None:
+        for passed in ({"value": "soon"}, {"value": [DAY, ISO]}, {"value": DAY, "more": 1}, {"value": ISO, "more": 1}):
+            try:
+                ctx.executor.call("f.keep", passed, ctx)
+            except ModuleError as error:
+                told.append(f"{type(error).__name__} {error}")
+
+    assert await answer(Executor(registry_of_functions(function, reckless)), "reckless") == {}
+    assert [text.split()[0] for text in told] == ["SchemaValidationError"] * 2 + ["ModuleExecuteError"] * 2
+    assert "unexpected keyword argument 'more'" in told[-1]
+    assert function.got == []  # type: ignore[attr-defined]
+
+
+async def test_a_call_that_came_to_no_server_is_apcores_own() -> None:
+    def look(day: date, share: float) -> str:
+        return repr((day, share))
+
+    def maybe() -> Item | None:
+        return None
+
+    executor = Executor(registry_of_functions(look, maybe))
+    assert await answer(executor, "look", day=ISO, share=2) == {"result": repr((DAY, 2.0))}
+    assert await executor.call_async("f.look", {"day": ISO, "share": 2}) == {"result": repr((ISO, 2))}
+    with pytest.raises(SchemaValidationError, match="Output validation failed"):
+        await executor.call_async("f.maybe", {})
+
+
+async def test_other_schemas_than_the_signatures_and_another_execute_mean_values_as_they_were_sent() -> None:
+    def look(day: date) -> str:
+        return repr(day)
+
+    class Given(BaseModel):
+        day: date
+
+    class Own(FunctionModule):
+        def __init__(self) -> None:
+            super().__init__(look, "f.own")
+            self.execute = self.run
+
+        def run(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            return {"result": repr(inputs["day"])}
+
+    around = FunctionModule(look, "f.around")
+    around.execute = traced(around.execute)
+    registry = Registry()
+    for name, made in {
+        "given": FunctionModule(look, "f.given", input_schema=Given),
+        "own": Own(),
+        "around": around,
+    }.items():
+        registry.register(f"f.{name}", made)
+        assert await answer(registry, name, day=ISO) == {"result": repr(ISO)}, name
+
+
+# ---- What else looks at a call ----
+
+
+class Hook(Middleware):
+    """Keeps what it sees, and changes what `before` returns."""
+
+    def __init__(self, **inputs: Any) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.seen: list[Any] = []
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> Any:
+        self.seen += [inputs, context.redacted_inputs]
+        return {**inputs, **self.inputs} if self.inputs else None
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> Any:
+        self.seen += [inputs, context.redacted_inputs, context.redacted_output]
+        return {**output, "hooked": True}
+
+
+async def test_hooks_and_who_approves_see_what_was_sent_and_what_hooks_put_in_counts() -> None:
+    function = hinted(date)
+    hook = Hook()
+    executor = Executor(registry_of_functions(function), middlewares=[hook])
+    sent = {"value": ISO}
+    assert await answer(executor, "keep", **sent) == {"hooked": True}
+    assert hook.seen == [sent, sent, sent, sent, {}]
+    for put in ("2026-02-04", date(2026, 2, 4)):
+        assert await answer(Executor(executor.registry, middlewares=[Hook(value=put)]), "keep", **sent)
+    assert function.got == [DAY, date(2026, 2, 4), date(2026, 2, 4)]  # type: ignore[attr-defined]
+    asked = FunctionModule(function, "f.asked", annotations={"requires_approval": True})
+    registry = Registry()
+    registry.register("f.asked", asked)
+    arguments, questions = asking(accept(approve=True))
+    async with connect(registry, client=arguments, validate_inputs=True) as client:
+        assert not (await client.call_tool("f.asked", {"value": ISO})).is_error
+        assert (await client.call_tool("f.asked", {"value": "soon"})).is_error
+    (question,) = questions
+    assert f'value: "{ISO}"' in question.message
+    assert function.got[-1] == DAY  # type: ignore[attr-defined]
+
+
+async def test_an_executor_that_validates_nothing_hands_on_what_hints_refuse() -> None:
+    function = hinted(date)
+    executor = Executor(registry_of_functions(function), strategy="minimal")
+    for value in ("soon", ISO):
+        assert await answer(executor, "keep", value=value) == {}
+    assert function.got == ["soon", DAY]  # type: ignore[attr-defined]
+
+
+async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
+    """Though the function leads to its module, which is what `@module` is for, and so do its types."""
+
+    def made() -> tuple[Any, ...]:
+        own = create_model("Own", __base__=Item)
+        function = hinted(own | None)
+        function.__defaults__ = (own(name="a"),)
+        function.own = own  # type: ignore[attr-defined]
+        return module(id="f.keep")(function), own
+
+    function, own = made()
+    own.function = function
+    registry = Registry()
+    registry.register("f.keep", function.apcore_module)
+    assert await answer(registry, "keep", value={"name": "a"}) == {}
+    kept = [weakref.ref(function), weakref.ref(own), weakref.ref(function.apcore_module)]
+    registry.unregister("f.keep")
+    del function, own
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+
+
+# ---- Results ----
+
+RESULTS: list[tuple[Any, Any, Any]] = [
+    (Item | None, Item(name="a", day=DAY), {"name": "a", "day": ISO, "color": "red"}),
+    (Item | None, None, None),
+    (int | None, 3, 3),
+    (int | None, None, None),
+    (Item | str, Item(name="a"), {"name": "a", "day": None, "color": "red"}),
+    (Item | str, "none", "none"),
+    (Cat | Dog, Dog(kind="dog", weight=2), {"kind": "dog", "weight": 2.0}),
+    (Pet, Cat(kind="cat", born=DAY), {"kind": "cat", "born": ISO}),
+    (dict | None, {"a": 1}, {"a": 1}),
+    (dict | None, {}, {}),
+    (dict | None, None, None),
+    (dict[str, Item] | None, {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}),
+    (list[Item] | None, None, None),
+    (list[Item], [Item(name="a")], [{"name": "a", "day": None, "color": "red"}]),
+    (Any, None, None),
+    (Any, 1, 1),
+    (Any, {"a": DAY}, {"a": ISO}),
+    (Any, Item(name="a"), {"name": "a", "day": None, "color": "red"}),
+    (Row, {"day": DAY, "share": 1.5}, {"day": ISO, "share": 1.5}),
+    (Mapping[str, int], {"a": 1}, {"a": 1}),
+    (Point, Point(1, DAY), {"x": 1, "day": ISO}),
+    (Pair, Pair(1, DAY), [1, ISO]),
+    (date, DAY, ISO),
+    (Color, Color.RED, "red"),
+    (set[int], {1}, [1]),
+    (float, 2, 2),
+    (Annotated[Item | None, Field(description="Maybe.")], None, None),
+]
+"""What a function's hint says that it returns, what it does, and what is sent of it as `result`."""
+
+
+def returning(hint: Any, value: Any, is_async: bool = False) -> Callable[..., Any]:
+    def give() -> None:
+        return value  # type: ignore[no-any-return]
+
+    async def give_later() -> None:
+        return value  # type: ignore[no-any-return]
+
+    function = give_later if is_async else give
+    function.__annotations__["return"] = hint
+    function.__name__ = "give"
+    return function
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_a_result_is_what_the_hint_says_and_the_advertised_schema_accepts_it(is_async: bool) -> None:
+    registry = Registry()
+    for number, (hint, value, _) in enumerate(RESULTS):
+        registry.register(f"f.g{number}", FunctionModule(returning(hint, value, is_async), f"f.g{number}"))
+    async with connect(registry) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        for number, (hint, _, sent) in enumerate(RESULTS):
+            result = await client.call_tool(f"f.g{number}", {})
+            assert not result.is_error, (hint, text_of(result))
+            assert result.structured_content == json.loads(text_of(result)) == {"result": sent}, hint
+            Draft202012Validator(tools[f"f.g{number}"].output_schema).validate(result.structured_content)
+
+
+REFUSED: list[tuple[Any, Any]] = [
+    (int, None), (int, "1"), (Item, None), (Item, {"day": DAY}), (Item | None, 5), (Item | str, 5), (Cat | Dog, None),
+    (Cat | Dog, {"kind": "cow"}), (dict | None, [1]), (list[Item], None), (date, None), (Row, {"day": 1}), (str, b"a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hint", "value"), REFUSED, ids=str)
+async def test_a_function_that_forgets_its_return_or_returns_another_type_is_refused(hint: Any, value: Any) -> None:
+    text = await answer(registry_of_functions(returning(hint, value)), "give")
+    assert text.startswith("Output validation failed")
+
+
+@pytest.mark.parametrize(("hint", "value", "expected"), [
+    pytest.param(None, None, {}, id="nothing"),
+    pytest.param(dict, {"a": 1}, {"a": 1}, id="dict"),
+    pytest.param(dict[str, Item], {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}, id="maps"),
+    pytest.param(Item, Item(name="a"), {"name": "a", "day": None, "color": "red"}, id="model"),
+    pytest.param(Item, {"name": "a"}, {"name": "a"}, id="model-as-dict"),
+])  # fmt: skip
+async def test_a_dict_and_a_model_stay_results_of_their_own(hint: Any, value: Any, expected: Any) -> None:
+    assert await answer(registry_of_functions(returning(hint, value)), "give") == expected
+
+
+@pytest.mark.parametrize("hint", [Secret | None, Secret | str, list[Secret] | Secret, Secret], ids=str)
+async def test_what_a_result_marks_is_hidden_from_clients_and_from_hooks(hint: Any) -> None:
+    hook = Hook()
+    secret = Secret(name="a", pin=SECRET_TEXT)
+    executor = Executor(registry_of_functions(returning(hint, secret)), middlewares=[hook])
+    hidden = {"name": "a", "pin": REDACTED_VALUE}
+    told = await answer(executor, "give")
+    assert told.pop("hooked")
+    assert told in ({"result": hidden}, hidden)
+    assert hook.seen[-1] == told
