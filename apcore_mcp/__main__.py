@@ -33,17 +33,21 @@ _AT_A_TERMINAL = """A client has to start this server, as it speaks MCP here: ad
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """A parser of the flags that only the command line has, and one of all flags, made of the options of `serve()`."""
+    """A parser of the flags that `--export client` does not repeat, which are those that only the command line has and
+    secrets, and one of all flags, made of the options of `serve()`."""
     own = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     own.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
     instead = own.add_mutually_exclusive_group()
     instead.add_argument("--export", choices=_EXPORTS, help="print the tools instead of serving them, and exit")
     instead.add_argument("--check", action="store_true", help="list what would be served; fail if anything is left out")
+    for option in dataclasses.fields(_Options):
+        if not option.repr:
+            own.add_argument(f"--{option.name.replace('_', '-')}", **option.metadata)
     parser = argparse.ArgumentParser("apcore-mcp", parents=[own], description="Serve apcore modules as MCP tools.")
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics")
     for option in dataclasses.fields(_Options):
-        if "help" in option.metadata:
+        if "help" in option.metadata and option.repr:
             flag = f"--{option.name.replace('_', '-')}"
             # No "(default: None)" where nothing is the default.
             default = argparse.SUPPRESS if option.default is None else option.default

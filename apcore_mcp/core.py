@@ -195,14 +195,15 @@ logger.addFilter(_indent_traceback)
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or refuse where the client cannot (require) or let run then (auto); deny; off"
+_STATE_KEY_HELP = "secret of 32 bytes or more that --stateless servers share; rather by APCORE_MCP_STATE_KEY than here"
 _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; NAME:* for any port"
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
-def _option(default: T, text: str, **flag: Any) -> T:
-    """A field of `_Options`; `text` and `flag` also make its command line flag."""
-    return dataclasses.field(default=default, metadata={"help": text, **flag})
+def _option(default: T, text: str, *, repr: bool = True, **flag: Any) -> T:
+    """A field of `_Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret."""
+    return dataclasses.field(default=default, repr=repr, metadata={"help": text, **flag})
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
@@ -234,6 +235,7 @@ class _Options:
     approval: str | ApprovalHandler = _option("require", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
+    state_key: str | bytes | None = _option(None, _STATE_KEY_HELP, repr=False, metavar="KEY")
     allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+")
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
@@ -280,6 +282,11 @@ class _Options:
                 raise ValueError(f"{name} must not hold an empty text")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
+        if self.state_key is not None:
+            if len(self.state_key_bytes or b"") < 32:
+                raise ValueError("state_key must be a secret of 32 bytes or more")
+            if not self.stateless:
+                raise ValueError("state_key is for servers without sessions: it goes with stateless=True")
         if self.transport != "stdio":
             if not self.host:
                 raise ValueError("Host must not be empty")
@@ -296,6 +303,12 @@ class _Options:
     def registry(self) -> Registry:
         """Where the modules are."""
         return self.executor.registry
+
+    @property
+    def state_key_bytes(self) -> bytes | None:
+        """The key of servers without sessions; what a variable of the environment holds may be no Unicode."""
+        key = self.state_key
+        return key.encode(errors="surrogatepass") if isinstance(key, str) else key
 
     @property
     def url(self) -> str:
@@ -1162,13 +1175,17 @@ _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -
 _UNEXPECTED = "Internal error occurred"
 
 
+@dataclasses.dataclass(frozen=True)
 class _Unasked(ApprovalResult):
     """The decision of our own approval handlers about a call that needs approval and whose user cannot be asked."""
 
+    lacks_capability: bool = False  # whether a client that declares elicitation would have been asked
 
-def _is_unasked(error: BaseException) -> bool:
-    """Whether a call was refused because its user cannot be asked."""
-    return isinstance(error, ApprovalDeniedError) and isinstance(error.result, _Unasked)
+
+def _unasked(error: BaseException) -> _Unasked | None:
+    """Why a call was refused, if that is because its user cannot be asked."""
+    result = error.result if isinstance(error, ApprovalDeniedError) else None
+    return result if isinstance(result, _Unasked) else None
 
 
 def _failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1353,7 +1370,7 @@ class _ErrorMapper:
         if isinstance(error, SchemaValidationError) and is_own:
             return self._explain_validation(error, step, is_withheld)
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
-        if _is_unasked(error):
+        if _unasked(error):
             return f"{sentence}: nobody can be asked", {}
         if is_withheld and error.code in _SENTENCES:
             sentence = sentence.partition(":")[0]
@@ -2529,6 +2546,7 @@ def _caller(scope: Mapping[str, Any]) -> Identity | None:
 
 
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
+_CONFIRMED_SECONDS = 300.0  # the same where nothing is kept, so that an answer could be sent again
 # How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
 # refused. In memory, arguments can be sixty times as large as the JSON that they came in.
 _PARKED_MAX = 1_000
@@ -2576,8 +2594,13 @@ def _form(requested_schema: JSONSchema | None) -> JSONSchema:
     return form
 
 
-def _check_answer(content: JSONObject, form: JSONSchema) -> None:
-    """ValueError or jsonschema's error for an answer that its form does not accept."""
+def _accepted(answer: Any, form: JSONSchema) -> JSONObject | None:
+    """What a user has filled in; None for one who declined or cancelled.
+
+    Some exception for what is no answer to a question, or one that the form does not accept."""
+    if answer.action != "accept":
+        return None
+    content: JSONObject = answer.content or {}
     for name, field in form["properties"].items():
         items = field.get("items", {})
         options = items.get("enum") or items.get("anyOf") or ()
@@ -2586,6 +2609,7 @@ def _check_answer(content: JSONObject, form: JSONSchema) -> None:
         if isinstance(chosen, list) and len(chosen) > len(options):
             raise ValueError("More was chosen than there is")
     _AnswerValidator(form).validate(content)
+    return content
 
 
 def _silence(future: asyncio.Future[Any]) -> None:
@@ -2598,6 +2622,21 @@ def _call_later(seconds: float, callback: Callable[..., object], *arguments: Any
     """A timer in no context: it would keep its context until it rings, also one that is cancelled, and with it the call
     that it was made in."""
     return asyncio.get_running_loop().call_later(seconds, callback, *arguments, context=contextvars.Context())
+
+
+def _elicitation(message: str, form: JSONSchema) -> JSONObject:
+    """A question as a client of 2026-07-28 is sent it."""
+    params = {"mode": "form", "message": message, "requestedSchema": form}
+    return {"method": "elicitation/create", "params": params}
+
+
+class _Asked(BaseException):
+    """Ends a call before its module has begun: a question answers its request, and the retry begins it anew.
+
+    No Exception, as asyncio's CancelledError is none: no middleware may take it for a failure and recover from it."""
+
+    def __init__(self, question: JSONObject) -> None:
+        self.question = question
 
 
 @dataclasses.dataclass
@@ -2631,6 +2670,9 @@ class _Call:
         self.session: Any = None  # of the request that the call answers next; None when there is none
         self.parks = False  # whether questions answer that request, and the call waits for the client's retry
         self.can_ask = False
+        self.confirms = False  # whether its own approval, and no other, is asked by `confirm()`
+        self.confirmation: Any = None  # the answer to that, which the request has brought
+        self.has_forms = False  # whether the client shows its user forms
         self.may_go_unasked = True  # whether what needs approval may run if its user cannot be asked (`auto`)
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
         self.calls: _Calls | None = None  # among which it waits for its user
@@ -2658,8 +2700,9 @@ class _Call:
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
         capability = getattr(ctx.session.client_capabilities, "elicitation", None)
-        has_forms = capability and (capability.form or not capability.url)  # `{}` means forms (MCP 2025-11-25)
-        self.can_ask = bool(has_forms and (self.parks or ctx.session.can_send_request))
+        self.has_forms = bool(capability and (capability.form or not capability.url))  # `{}`: forms (MCP 2025-11-25)
+        self.can_ask = self.has_forms and (self.parks or ctx.session.can_send_request)
+        self.confirms = ctx.protocol_version >= _MODERN and self.options.state_key is not None
         self.may_go_unasked = self.may_go_unasked and not self.can_ask
 
     @functools.cached_property
@@ -2749,14 +2792,13 @@ class _Call:
             self.cancel()
             return None
         key = self._unused(key or "input")
-        params = {"mode": "form", "message": message, "requestedSchema": form}
         answer: asyncio.Future[Any]
         if self.parks:
             answer = self._loop.create_future()
         else:
             answer = self._loop.create_task(self.session.elicit_form(message, form, self._request_id))
         answer.add_done_callback(_silence)
-        self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
+        self.questions[key] = _Question(_elicitation(message, form), answer)
         self._turn.set()
         timer = _call_later(_PARKED_SECONDS, answer.cancel)
         try:
@@ -2768,13 +2810,22 @@ class _Call:
         try:
             if answer.cancelled():
                 raise TimeoutError
-            content: JSONObject = answer.result().content or {}
-            if answer.result().action == "accept":
-                _check_answer(content, form)
-                return content
+            return _accepted(answer.result(), form)
         except Exception as error:  # the client's fault or its connection's: the module goes on without an answer
             logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
         return None
+
+    def confirm(self, message: str, requested_schema: JSONSchema) -> JSONObject | None:
+        """Ask the user, as `elicit()`, before the module begins, where any server may be sent the answer. `_Asked` is
+        raised for the question, and the answer comes with the request that begins the call anew."""
+        form = _form(requested_schema)
+        if self.confirmation is None:
+            raise _Asked(_elicitation(_text_of(message), form))
+        try:
+            return _accepted(self.confirmation, form)
+        except Exception as error:  # the client's fault
+            logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
+            return None
 
     def _unused(self, key: str) -> str:
         """`key`, or where a question of this call had it, one that is made of it: a client may take a key for the
@@ -3216,6 +3267,15 @@ def _module_threads() -> _ModuleThreads:
 _CONTROL = "system.control."  # begins the ids of apcore's modules that configure and reload the application
 
 
+_APPROVAL = "approval"  # the key of its question on the wire
+_NOBODY = "nobody can be asked"  # why our own handlers reject a call whose user cannot be asked
+
+
+def _begins(call: _Call, context: Context[Any]) -> bool:
+    """Whether `context` is that of the tool's own module, and not of what that calls."""
+    return context.data.get(_CALL_KEY) is call and len(context.call_chain) == 1
+
+
 class ElicitationApprovalHandler:
     """Asks the user who made a call whether it may run, by elicitation: for the `approval_handler` of an Executor.
 
@@ -3225,23 +3285,27 @@ class ElicitationApprovalHandler:
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         call = _call_of(request.context)
         if call is None:
-            return _Unasked("rejected", reason="nobody can be asked")
-        if not call.can_ask:
-            return self._decide_unasked(request, call)
+            return _Unasked("rejected", reason=_NOBODY)
         field = {"type": "boolean", "title": "Let it run", "default": False}
         schema = {"type": "object", "properties": {"approve": field}, "required": ["approve"]}
-        answer = await call.elicit(_approval_question(request), schema, "approval")
+        is_own = call.confirms and _begins(call, request.context)
+        if call.can_ask:
+            answer = await call.elicit(_approval_question(request), schema, _APPROVAL)
+        elif is_own and call.has_forms:
+            answer = call.confirm(_approval_question(request), schema)
+        else:
+            return self._decide_unasked(request, call, is_own or call.parks)
         return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         """Rejects: a user answers the question, and what a client sends as a token is no answer."""
         return ApprovalResult(status="rejected")
 
-    def _decide_unasked(self, request: ApprovalRequest, call: _Call) -> ApprovalResult:
+    def _decide_unasked(self, request: ApprovalRequest, call: _Call, lacks_capability: bool) -> ApprovalResult:
         """The decision about a call whose user cannot be asked."""
         label = _label(request.module_id, call.caller)
         logger.warning("%s is refused: its user cannot be asked for approval (see the option approval)", label)
-        return _Unasked("rejected", reason="nobody can be asked")
+        return _Unasked("rejected", reason=_NOBODY, lacks_capability=lacks_capability)
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
@@ -3250,9 +3314,9 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     It rejects a call of one of apcore's control modules then: it changes how the application runs, and its caller may
     be anybody. And it rejects what is left of a call that has ended, or whose user could be asked before."""
 
-    def _decide_unasked(self, request: ApprovalRequest, call: _Call) -> ApprovalResult:
+    def _decide_unasked(self, request: ApprovalRequest, call: _Call, lacks_capability: bool) -> ApprovalResult:
         if request.module_id.startswith(_CONTROL) or not call.may_go_unasked:
-            return super()._decide_unasked(request, call)
+            return super()._decide_unasked(request, call, lacks_capability)
         label = _label(request.module_id, call.caller)
         logger.warning("%s is let through without approval: its user cannot be asked", label)
         return ApprovalResult(status="approved")
@@ -3427,6 +3491,7 @@ class _ApprovalGate(BuiltinApprovalGate):
         try:
             return await gate.execute(ctx)
         finally:
+            call.confirms = False  # what comes after is no longer before the module begins
             if ctx.context.global_deadline is not None:
                 ctx.context.global_deadline += time.time() - started
 
@@ -3491,7 +3556,9 @@ class _ExecutionRouter:
     call that needs an answer which its client cannot give, and for one more than may wait (FR-EXEC-007).
 
     From 2026-07-28 on, a call that waits for its user is parked until its client's retry (`_Calls`), under a state that
-    the SDK's `RequestStateBoundary` seals and binds to the tool and its arguments. So its module never runs twice."""
+    the SDK's `RequestStateBoundary` seals and binds to the tool, its arguments and the caller. So its module never runs
+    twice. On a server without sessions that has a key, the state says no more than that the user was asked for
+    approval; a call begins with the retry then, on whichever server, and nothing is kept."""
 
     def __init__(self, catalog: _ToolCatalog, options: _Options) -> None:
         self._catalog = catalog
@@ -3504,8 +3571,12 @@ class _ExecutionRouter:
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
         """Answer a `tools/call`: one that begins, or a retry with the answers to what an earlier one asked."""
         caller = _caller(getattr(ctx.request, "scope", {}))
-        if params.request_state is not None:
-            return await self._resume(ctx, caller, params.request_state, params.input_responses or {})
+        responses = params.input_responses or {}
+        confirmation = None
+        if params.request_state == _APPROVAL and self._options.state_key and ctx.protocol_version >= _MODERN:
+            confirmation = responses.get(_APPROVAL)
+        elif params.request_state is not None:
+            return await self._resume(ctx, caller, params.request_state, responses)
         name = params.name
         arguments = params.arguments or {}
         if name in self.search.tools:
@@ -3524,6 +3595,7 @@ class _ExecutionRouter:
             return _failure(text, "MODULE_NOT_FOUND")
         call = _Call(tool, arguments, self._options, caller, self._options.output_formatter)
         call.attach(ctx)
+        call.confirmation = confirmation
         return await self.run(call)
 
     async def _resume(
@@ -3580,6 +3652,9 @@ class _ExecutionRouter:
 
     def _outcome_of(self, call: _Call, error: BaseException) -> JSONObject | Exception:
         """What a call is answered with that has raised `error`."""
+        if isinstance(error, _Asked):
+            questions = {_APPROVAL: error.question}
+            return {"resultType": "input_required", "requestState": _APPROVAL, "inputRequests": questions}
         if call.is_refused:
             # Agents of the handshake versions show their model a tool's error, but may stop at one of the protocol.
             return _protocol_error(-32000, _TOO_MANY) if call.parks else _failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
@@ -3588,7 +3663,8 @@ class _ExecutionRouter:
         modules = [*call.modules.values()]
         mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
         result = mapper.to_result(error)
-        if call.parks and _is_unasked(error):
+        unasked = _unasked(error)
+        if unasked and unasked.lacks_capability:
             data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
             return _protocol_error(-32021, "Client did not declare form elicitation", data)
         return result
@@ -3651,6 +3727,14 @@ class _Activity:
             self.idle.set()
 
 
+def _principal(ctx: RequestContext) -> str:
+    """The caller of a request, to whom the state of a question is bound."""
+    from mcp.server.request_state import authenticated_principal
+
+    caller = _caller(getattr(ctx.request, "scope", {}))
+    return json.dumps([authenticated_principal(ctx), caller and caller.id])  # the SDK's knows the token's issuer, too
+
+
 class _Bridge:
     """One registry served to any number of clients: the MCP handlers, and what lives as long as the server does.
 
@@ -3687,7 +3771,11 @@ class _Bridge:
         )
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = self._input_schema_of
-        security = RequestStateSecurity.ephemeral(ttl=_PARKED_SECONDS)
+        security = RequestStateSecurity(
+            keys=[options.state_key_bytes or secrets.token_bytes(32)],
+            ttl=_CONFIRMED_SECONDS if options.state_key else _PARKED_SECONDS,
+            bind_principal=_principal,
+        )
         self.server.middleware += [
             self._count_request,
             self._hide_unexpected_errors,
@@ -4498,6 +4586,11 @@ async def _log_start(bridge: _Bridge, address: str) -> None:
         logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
+    if options.stateless and options.state_key is None and options.approval in ("auto", "require"):
+        gated = [tool.module_id for tool in tools if tool.about.annotations.requires_approval]
+        if gated and not options.executor.governance_state().approval_handler_configured:
+            fate = "run unasked" if options.approval == "auto" else "are refused"
+            logger.warning("Nobody can be asked for approval without state_key: calls of %s %s", ", ".join(gated), fate)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     if not options.search:

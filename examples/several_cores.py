@@ -6,11 +6,14 @@ r"""Several cores or machines: as many processes as there are, which share nothi
         several_cores:app
 
 Clients find the tool at http://127.0.0.1:8000/mcp. Under a name of your own add `allowed_hosts=["tools.example.com"]`.
-The five seconds are for clients that listen for changes: they would keep the server from ending. Not under
-`uvicorn --workers 4`: connections that its workers accept wait 40 ms for each answer (uvicorn's issue 3149).
+Where users have to approve calls, set APCORE_MCP_STATE_KEY to a secret of 32 bytes or more, the same for every process:
+any of them takes the answer to a question then. The five seconds are for clients that listen for changes: they would
+keep the server from ending. Not under `uvicorn --workers 4`: connections that its workers accept wait 40 ms for each
+answer (uvicorn's issue 3149).
 """
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 
 from apcore import Registry
@@ -30,7 +33,9 @@ def count(below: int) -> int:
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with async_serve(registry, stateless=True) as tools:  # no sessions, so any process can answer any request
+    key = os.environ.get("APCORE_MCP_STATE_KEY")
+    # No sessions, so any process can answer any request.
+    async with async_serve(registry, stateless=True, state_key=key) as tools:
         app.mount("/", tools)
         yield
 

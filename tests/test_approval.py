@@ -11,6 +11,8 @@ import json
 import queue
 import re
 import threading
+import time
+from collections.abc import AsyncIterator
 from datetime import date
 from decimal import Decimal
 from enum import Enum
@@ -19,17 +21,22 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, ModuleAnnotations
+from apcore import ACL, APCore, Config, Context, ExecutionPolicy, Executor, ModuleAnnotations
+from apcore import Middleware as ExecutorMiddleware
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ApprovalDeniedError, SchemaValidationError
-from conftest import MODERN, FunctionalModule, connect, hosting, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
-from mcp_types import ElicitResult, InputRequiredResult
+from mcp.server.request_state import AESGCMRequestStateCodec
+from mcp_types import ElicitResult, InputRequiredResult, ListRootsResult
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
-from support import DENIED, UNASKED, accept, asking, client_of, guarded, messages_logged, modern, text_of
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from support import DENIED, UNASKED, Wire, accept, ask, asking, client_of, guarded, messages_logged, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
 
@@ -779,3 +786,232 @@ async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> No
     order = {"items": [1], "address": Address(street="x", code="s3cret")}
     (lines,) = await shown((guarded([], input_schema=Order), order))
     assert lines == ["- items: [1]", f'- address: {{"street": "x", "code": {HIDDEN}}}']
+
+
+# ---- Without state: one server asks, any other begins the call ----
+
+KEY = "a secret that all servers know, " * 2
+YES: dict[str, Any] = {"approval": APPROVE}
+
+
+def replica(ran: list[dict[str, Any]], **options: Any) -> contextlib.AbstractContextManager[str]:
+    """One of several servers that share nothing but a key. `below` calls `wipe`, which needs approval."""
+
+    async def below(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("wipe", inputs, context)
+
+    async def beside(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("wipe", inputs, Context.create(data=context.data))
+
+    async def alone(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("wipe", inputs)
+
+    wipe = guarded(ran, input_schema=Wipe)
+    modules = {"wipe": wipe, "burn": guarded(ran), "ask": ask, "below": below, "beside": beside, "alone": alone}
+    return serving(registry_of(modules), **{"stateless": True, "state_key": KEY, **options})
+
+
+@contextlib.asynccontextmanager
+async def wire_of(url: str, user: Any = APPROVE, mode: str = MODERN) -> AsyncIterator[Wire]:
+    arguments, _ = asking(user)
+    async with Client(f"{url}/mcp", mode=mode, cache=None, **arguments) as client, asyncio.timeout(30):
+        yield Wire(client)
+
+
+async def test_any_server_with_the_key_begins_the_call_that_another_has_asked_about() -> None:
+    """Also one that is started after the question, as in a rolling restart; and each question is for one call."""
+    ran: list[dict[str, Any]] = []
+    there: list[dict[str, Any]] = []
+    for call in (("wipe", {"disk": "a"}), ("call_tool", {"name": "wipe", "arguments": {"disk": "a"}})):
+        there.clear()
+        with replica(ran, search=True) as url:
+            async with wire_of(url) as wire:
+                key, question, state = await wire.question(*call)
+        assert (key, question.splitlines()[0]) == ("approval", "Let wipe run?")
+        with replica(there, search=True, state_key=KEY.encode()) as url:
+            async with wire_of(url) as wire:
+                result = await wire.call(*call, request_state=state, input_responses=YES)
+                assert (text_of(result), ran, there) == ('{"ran":true}', [], [{"disk": "a"}])
+                _, _, another = await wire.question(*call)
+                assert another != state
+                _, question_again, _ = await wire.question(*call, request_state=state)
+                assert question_again == question, "a retry without an answer is asked again"
+
+
+@pytest.mark.parametrize(
+    "user",
+    [REFUSE, DECLINE, ElicitResult(action="cancel"), accept(approve="yes"), accept()],
+    ids=repr,
+)
+async def test_whatever_is_no_yes_is_a_no_for_any_server(user: ElicitResult) -> None:
+    ran: list[dict[str, Any]] = []
+    with replica(ran) as url:
+        arguments, asked = asking(user)
+        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+            assert await outcome_of(client, "wipe", {"disk": "a"}) == DENIED
+    assert (len(asked), ran) == (1, [])
+
+
+async def test_an_answer_of_another_kind_is_a_no() -> None:
+    ran: list[dict[str, Any]] = []
+    with replica(ran) as url:
+        async with wire_of(url) as wire:
+            _, _, state = await wire.question("burn", {})
+            for odd in (ListRootsResult(roots=[]), accept(approve=1), accept(approve=["true"])):
+                result = await wire.call("burn", {}, request_state=state, input_responses={"approval": odd})
+                assert text_of(result) == DENIED
+    assert ran == []
+
+
+def aged(state: str, **claims: Any) -> str:
+    """A state as the same server would have sealed it with other claims."""
+    codec = AESGCMRequestStateCodec([KEY])
+    return codec.seal(json.dumps({**json.loads(codec.unseal(state)), **claims}).encode())
+
+
+async def test_no_state_but_that_of_this_very_question_begins_a_call() -> None:
+    ran: list[dict[str, Any]] = []
+    kept = serving(registry_of({"burn": ask}))
+    with replica(ran) as url, replica(ran, state_key="x" * 32) as of_others, kept as with_sessions:
+        async with wire_of(url) as wire, wire_of(of_others) as foreign, wire_of(with_sessions) as keeping:
+            _, _, state = await wire.question("burn", {"n": 1})
+            _, _, parked = await keeping.question("burn", {"n": 1})
+            made_up = AESGCMRequestStateCodec(["y" * 32]).seal(AESGCMRequestStateCodec([KEY]).unseal(state))
+            attempts: list[tuple[Wire, str, str, Any]] = [
+                (wire, state, "burn", {"n": 2}),
+                (wire, state, "wipe", {"n": 1}),
+                (foreign, state, "burn", {"n": 1}),
+                (keeping, state, "burn", {"n": 1}),
+                (wire, aged(state, exp=time.time() - 1), "burn", {"n": 1}),
+                (wire, aged(state, s="something else"), "burn", {"n": 1}),
+                *(
+                    (wire, text, "burn", {"n": 1})
+                    for text in ("approval", "", parked, made_up, state[:-4], f"{state}x")
+                ),
+            ]
+            for where, sent, name, arguments in attempts:
+                with pytest.raises(MCPError) as caught:
+                    await where.call(name, arguments, request_state=sent, input_responses=YES)
+                assert caught.value.error.code == -32602
+            unasked = await wire.call("burn", {"n": 1}, input_responses=YES)
+            assert isinstance(unasked, InputRequiredResult), "an answer to no question is none"
+            seconds = json.loads(AESGCMRequestStateCodec([KEY]).unseal(state))["exp"] - time.time()
+            assert 290 < seconds <= 300
+    assert ran == []
+
+
+def test_only_whom_a_server_has_asked_may_bring_the_answer_to_another() -> None:
+    """Callers as any middleware finds them out, not only the SDK's for tokens."""
+
+    class Backend(AuthenticationBackend):
+        async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
+            name = conn.headers.get("x-user")
+            return (AuthCredentials([]), SimpleUser(name)) if name else None
+
+    ran: list[dict[str, Any]] = []
+    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
+    with replica(ran, middleware=middleware) as asks, replica(ran, middleware=middleware) as runs:
+        states: dict[str, str] = {}
+        params: dict[str, Any] = {"name": "burn", "arguments": {}}
+        params["_meta"] = {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
+        for user in ("alice", ""):
+            response = httpx.post(f"{asks}/mcp", **modern("tools/call", params, x_user=user or None))
+            states[user] = response.json()["result"]["requestState"]
+        answered = {**params, "inputResponses": {"approval": {"action": "accept", "content": {"approve": True}}}}
+        for asked, user in (("alice", "bob"), ("alice", ""), ("", "alice"), ("alice", "alice"), ("", "")):
+            retry = {**answered, "requestState": states[asked]}
+            response = httpx.post(f"{runs}/mcp", **modern("tools/call", retry, x_user=user or None)).json()
+            assert ("result" in response) == (asked == user)
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 3)])
+async def test_what_the_module_calls_is_as_for_a_client_that_cannot_ask(approval: str, runs: int) -> None:
+    ran: list[dict[str, Any]] = []
+    with replica(ran, approval=approval) as url:
+        arguments, asked = asking(APPROVE)
+        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+            for name in ("below", "beside", "alone"):
+                assert await outcome_of(client, name, {"disk": "a"}) == ('{"ran":true}' if runs else UNASKED)
+            assert (await client.call_tool("ask")).structured_content == {"answer": None}
+    assert (len(ran), asked) == (runs, [])
+
+
+async def test_who_cannot_be_asked_is_told_so_with_a_key_too() -> None:
+    """A client without elicitation, and one of the handshake versions, to which no answer could come back."""
+    ran: list[dict[str, Any]] = []
+    with replica(ran) as url:
+        async with wire_of(url, None) as wire:
+            assert await outcome_of(wire.client, "burn") == LACKS_ELICITATION
+            assert await outcome_of(wire.client, "below", {"disk": "a"}) == UNASKED
+        async with wire_of(url, mode=HANDSHAKE) as wire:
+            assert await outcome_of(wire.client, "burn") == UNASKED
+    with replica(ran, approval="auto") as url:
+        for user, mode in ((None, MODERN), (APPROVE, HANDSHAKE)):
+            async with wire_of(url, user, mode) as wire:
+                assert await outcome_of(wire.client, "burn") == '{"ran":true}'
+    assert len(ran) == 2
+
+
+async def test_any_server_checks_arguments_and_the_acl_before_it_asks_and_again_before_it_runs() -> None:
+    """And no middleware takes the question for a failure that it might recover from."""
+    seen: list[str] = []
+
+    class Recover(ExecutorMiddleware):
+        def on_error(self, module_id: str, inputs: dict[str, Any], error: Exception, context: Any) -> dict[str, Any]:
+            seen.append(type(error).__name__)
+            return {"recovered": True}
+
+    ran: list[dict[str, Any]] = []
+    acl = ACL(rules=[], default_effect="allow")
+    executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe)}), acl=acl, middlewares=[Recover()])
+    with serving(executor, stateless=True, state_key=KEY) as url:
+        async with wire_of(url) as wire:
+            assert "disk" in text_of(await wire.call("wipe", WRONG))
+            _, _, state = await wire.question("wipe", {"disk": "a"})
+            executor.set_acl(ACL(rules=[], default_effect="deny"))
+            retry: Any = {"request_state": state, "input_responses": YES}
+            assert text_of(await wire.call("wipe", {"disk": "a"}, **retry)) == "Access denied"
+    assert (ran, seen) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"stateless": True, "state_key": "k" * 31}, "32 bytes"),
+        ({"stateless": True, "state_key": ""}, "32 bytes"),
+        ({"state_key": "k" * 32}, "stateless"),
+    ],
+)
+def test_a_key_is_long_and_for_servers_without_sessions(options: dict[str, Any], says: str) -> None:
+    for door in (serve, MCPServer, async_serve):
+        with pytest.raises(ValueError, match=says) as caught:
+            door(registry_of(), transport="streamable-http", **options)
+        assert "kkk" not in str(caught.value)
+
+
+def test_the_key_is_in_no_text_of_the_options() -> None:
+    server = MCPServer(registry_of(), transport="streamable-http", stateless=True, state_key=KEY)
+    assert "stateless=True" in repr(vars(server))
+    assert "secret" not in repr(vars(server))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "calls of burn, wipe are refused"),
+        ({"approval": "auto"}, "calls of burn, wipe run unasked"),
+        ({"approval": "deny"}, ""),
+        ({"approval": "off"}, ""),
+        ({"state_key": KEY}, ""),
+        ({"stateless": False}, ""),
+    ],
+    ids=["require", "auto", "deny", "off", "key", "sessions"],
+)
+def test_a_start_names_what_nobody_can_be_asked_about(
+    options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(registry_of({"wipe": guarded([]), "burn": guarded([]), "ask": ask}), **{"stateless": True, **options}):
+        pass
+    warnings = [text.partition(": ")[2] for text in messages_logged(caplog) if "Nobody can be asked" in text]
+    assert warnings == ([says] if says else [])

@@ -387,6 +387,17 @@ def test_the_exported_client_entry_of_an_http_server_is_its_address(
     assert json.loads(capfd.readouterr().out) == {"mcpServers": {"apcore-mcp": {"type": kind, "url": url}}}
 
 
+@pytest.mark.parametrize("flag", ["--state-key KEY", "--state-key=KEY", "--state-k KEY"])
+def test_an_exported_client_entry_has_no_secret(extensions: Path, capfd: pytest.CaptureFixture[str], flag: str) -> None:
+    """It is pasted into files, and what it starts stands in the list of processes."""
+    secret = "hush" * 8
+    flags = ["--stateless", *flag.replace("KEY", secret).split()]
+    assert main(["--extensions-dir", str(extensions), "--export", "client", *flags]) == 0
+    out, err = capfd.readouterr()
+    assert "hush" not in out + err
+    assert json.loads(out)["mcpServers"]["apcore-mcp"]["args"][-1] == "--stateless"
+
+
 @pytest.mark.parametrize(
     ("flags", "reasons"),
     [
@@ -449,9 +460,7 @@ def test_a_check_lists_what_would_be_served_and_fails_when_that_lacks_something(
     assert warning is None or warning in told[0]
 
 
-def test_a_check_is_of_the_options_too_and_is_no_export(
-    extensions: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_is_of_the_options_too_and_is_no_export(extensions: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--extensions-dir", str(extensions), "--check"]
     assert main([*arguments, "--explorer-prefix", "explorer"]) == 1
     assert capfd.readouterr().err.startswith("Error: explorer_prefix must be")
