@@ -27,9 +27,12 @@ import asyncio
 import ipaddress
 import json
 import logging
+import os
 import re
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -331,6 +334,28 @@ def acl_by_scope(registry: Registry) -> ACL:
     return ACL(rules, default_effect="deny")
 
 
+def tell_systemd() -> None:
+    """To a unit of `Type=notify`: clients are served; and, for its `WatchdogSec=`, again and again that the event loop
+    turns. A server whose loop a module has stopped is so started anew."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+    systemd.setblocking(False)
+    systemd.send(b"READY=1")
+    seconds = int(os.environ.get("WATCHDOG_USEC", "0")) / 1_000_000
+    loop = asyncio.get_running_loop()
+
+    def feed() -> None:
+        with suppress(OSError):  # it has not read the last ones yet
+            systemd.send(b"WATCHDOG=1")
+        loop.call_later(seconds / 3, feed)
+
+    if seconds:
+        feed()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve the tools of a folder to who is logged in.")
     parser.add_argument("--extensions-dir", required=True, metavar="DIR", help="directory with apcore modules")
@@ -356,6 +381,7 @@ def main() -> None:
             metrics_collector=True,
             explorer=arguments.explorer,
             allow_execute=arguments.explorer,
+            on_startup=tell_systemd,
             log_level="INFO",
         )
     except (ValueError, OSError) as error:

@@ -153,7 +153,7 @@ def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by
     assert ann == "token-of-ann is offered door.open, door.ring; to open: {'result': 'The back door is open.'}"
     assert bob == "token-of-bob is offered door.ring; to open: Access denied"
     assert stranger == "no token is offered door.ring; to open: Access denied"
-    assert refused == "token-of-nobody is refused: 401 Bearer error=\"invalid_token\""
+    assert refused == 'token-of-nobody is refused: 401 Bearer error="invalid_token"'
 
 
 # ---- README.md, examples/operation.md ----
@@ -211,20 +211,33 @@ def test_every_link_of_the_readme_leads_somewhere_and_one_to_every_recipe() -> N
         assert f"[{heading}](examples/operation.md#" in README
 
 
-def test_the_servers_of_the_recipes_start_as_they_are_written() -> None:
-    """Each is asked where its clients find it, which takes all its flags."""
+def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
+    """Each server lets those who come by its name find their login, which takes its flags."""
     (unit,) = re.findall(r"^ExecStart=\S+ (.+\\\n.+)$", RECIPES, re.MULTILINE)
     (container,) = re.findall(r"^CMD (\[.+\\\n.+\])$", RECIPES, re.MULTILINE)
-    flags = unit.replace("\\\n", "").replace("%i", "8001").split()
-    for words, port in ((flags, 8001), (json.loads(container.replace("\\\n", ""))[1:], 8000)):
-        arguments = [str(EXTENSIONS) if word.startswith("/") else word for word in words]
-        started = [sys.executable, *arguments, "--export", "client"]
-        told = subprocess.run(started, capture_output=True, text=True, check=True, timeout=50).stdout
-        assert json.loads(told)["mcpServers"]["apcore-mcp"]["url"] == f"http://127.0.0.1:{port}/mcp"
     checks = re.findall(r"^(?:ExecStartPre=/\S+|RUN python) (.+ --check)$", RECIPES, re.MULTILINE)
-    assert len(checks) == 2
-    for line in {re.sub(r"/\S+", str(EXTENSIONS), check) for check in checks}:
-        subprocess.run([sys.executable, *line.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
+    servers = {}
+    for words in (unit.replace("\\\n", "").split(), json.loads(container.replace("\\\n", ""))[1:]):
+        port = free_port()
+        words[words.index("--port") + 1] = str(port)
+        words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
+        started = [sys.executable, str(ROOT / "examples" / Path(words[0]).name), *words[1:]]
+        servers[port] = subprocess.Popen(started, stderr=subprocess.DEVNULL)
+    try:
+        assert len(checks) == 2
+        for line in {re.sub(r"/\S+", str(EXTENSIONS), check) for check in checks}:
+            subprocess.run([sys.executable, *line.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
+        for port in servers:
+            while True:
+                with contextlib.suppress(httpx.ConnectError):
+                    refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
+                    break
+            assert refused.status_code == 401
+            assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
+    finally:
+        for server in servers.values():
+            server.terminate()
+    assert [server.wait(timeout=30) for server in servers.values()] == [0, 0]
 
 
 @pytest.fixture

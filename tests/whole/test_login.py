@@ -10,13 +10,16 @@ import base64
 import contextlib
 import json
 import logging
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +27,7 @@ import httpx2
 import jwt
 import pytest
 from apcore import Executor, ModuleAnnotations
-from conftest import EXTENSIONS, ROOT, FunctionalModule, free_port, hosting, registry_of, until
+from conftest import EXTENSIONS, ROOT, FunctionalModule, free_port, hosting, registry_of
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from starlette.applications import Starlette
@@ -445,30 +448,24 @@ async def test_only_who_has_the_scope_is_offered_what_destroys() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
-def test_the_program_serves_a_folder_and_ends_as_a_service_manager_wants_it() -> None:
+def test_the_program_serves_a_folder_and_ends_as_a_service_manager_wants_it(tmp_path: Path) -> None:
+    """It tells systemd that it is there, and then that its event loop turns."""
     port = free_port()
-    flags = ["--port", str(port), "--issuer", "http://127.0.0.1:9", "--resource", "https://tools.example.com/mcp"]
-    program = [
-        sys.executable,
-        str(ROOT / "examples" / "login.py"),
-        "--extensions-dir",
-        str(EXTENSIONS),
-        "--scopes",
-        "tools",
-    ]
-    with subprocess.Popen([*program, *flags], stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
+    program = [sys.executable, str(ROOT / "examples" / "login.py"), "--extensions-dir", str(EXTENSIONS)]
+    program += ["--scopes", "tools", "--resource", "https://tools.example.com/mcp", "--port", str(port), "--issuer"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(30)
+        systemd.bind(str(tmp_path / "notify"))
+        told = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "30000"}
+        server = subprocess.Popen([*program, "http://127.0.0.1:9"], stderr=subprocess.PIPE, text=True, env=told)
         try:
-            until(lambda: "server started" in server.stderr.readline() or server.poll() is not None)  # type: ignore[union-attr]
-            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            assert [systemd.recv(99) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
             refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
             assert challenge(refused)["scope"] == "tools"
         finally:
             server.send_signal(signal.SIGTERM)
-            said = server.stderr.read()
+            said = server.communicate(timeout=30)[1]
     assert (server.returncode, "Traceback" in said) == (0, False), said
-    wrong = subprocess.run(
-        [*program, "--issuer", "http://login.example.com"], capture_output=True, text=True, timeout=30
-    )
+    wrong = subprocess.run([*program, "http://login.example.com"], capture_output=True, text=True, timeout=30)
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
     assert "An issuer needs https://" in wrong.stderr
