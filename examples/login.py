@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--issuer", required=True, metavar="URL", help="who gives out tokens, as it writes itself")
     parser.add_argument("--resource", metavar="URL", help="the server as clients name it; http://127.0.0.1:PORT/mcp")
     parser.add_argument("--scopes", nargs="+", default=[], metavar="S", help="what every token must have")
-    parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers behind a proxy")
+    parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers as one")
     parser.add_argument("--explorer", action="store_true", help="serve the Tool Explorer, and let it run tools")
     arguments = parser.parse_args()
     resource = arguments.resource or f"http://127.0.0.1:{arguments.port}/mcp"
@@ -378,6 +378,8 @@ def main() -> None:
             middleware=login(arguments.issuer, resource, arguments.scopes),
             allowed_hosts=[urlsplit(resource).netloc],
             stateless=arguments.stateless,
+            # A secret is no flag, which everybody on the machine could read: `ps` shows them.
+            state_key=(os.environ.get("APCORE_MCP_STATE_KEY") or None) if arguments.stateless else None,
             metrics_collector=True,
             explorer=arguments.explorer,
             allow_execute=arguments.explorer,

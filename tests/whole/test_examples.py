@@ -6,12 +6,14 @@ import ast
 import base64
 import builtins
 import contextlib
+import functools
 import importlib
 import json
 import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,6 +213,12 @@ def test_every_link_of_the_readme_leads_somewhere_and_one_to_every_recipe() -> N
         assert f"[{heading}](examples/operation.md#" in README
 
 
+def accepts(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
     """Each server lets those who come by its name find their login, which takes its flags."""
     (unit,) = re.findall(r"^ExecStart=\S+ (.+\\\n.+)$", RECIPES, re.MULTILINE)
@@ -228,10 +236,8 @@ def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
         for line in {re.sub(r"/\S+", str(EXTENSIONS), check) for check in checks}:
             subprocess.run([sys.executable, *line.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
         for port in servers:
-            while True:
-                with contextlib.suppress(httpx.ConnectError):
-                    refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
-                    break
+            until(functools.partial(accepts, port))
+            refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
             assert refused.status_code == 401
             assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
     finally:
