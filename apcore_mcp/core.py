@@ -2889,6 +2889,61 @@ def _call_of(context: Context[Any]) -> _Call | None:
     return context.data.get(_CALL_KEY) or _CURRENT.get()
 
 
+_THREADS_MAX = 256
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Threads that do not keep the process alive: a ThreadPoolExecutor's own are joined at its exit. Each call has the
+    context variables of its task.
+
+    There may be 256, so that slow calls leave room for others. They end with the process, as the servers in it share
+    them. Any thread may submit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = queue.SimpleQueue[Any]()
+        self._idle = threading.Semaphore(0)  # counts the threads that wait for a call
+        self._unstarted = _THREADS_MAX  # how many threads may still be started
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        self._calls.put((future, functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)))
+        if not self._idle.acquire(blocking=False) and self._unstarted:
+            self._unstarted -= 1
+            threading.Thread(target=self._work, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except StopIteration as error:  # an asyncio future refuses it
+                    future.set_exception(RuntimeError(repr(error)))
+                except BaseException as error:  # a SystemExit ends the call, not this thread
+                    future.set_exception(error)
+            del future, call  # or what the module has returned would be kept until the next call
+            self._idle.release()
+
+
+class _Threads:
+    """The threads of one process, which all servers in it share. Those of sync modules are not those of the event loop:
+    where modules are stuck in all of theirs, apcore still runs the hooks of middleware in the loop's."""
+
+    def __init__(self) -> None:
+        self.of_modules = _DaemonThreads()
+        self.of_loops = _DaemonThreads()
+
+
+_THREADS: dict[int, _Threads] = {}  # by process: one that is forked has none of its parent's threads
+
+
+def _threads() -> _Threads:
+    """The threads of this process."""
+    return _THREADS.get(os.getpid()) or _THREADS.setdefault(os.getpid(), _Threads())
+
+
 # The JSON schemas of models that pydantic's own method writes; nothing is kept of a class that is gone.
 _MODEL_SCHEMAS = weakref.WeakKeyDictionary[type[BaseModel], JSONSchema]()
 _PYDANTICS_METHOD = cast(Any, BaseModel.model_json_schema).__func__
@@ -3084,7 +3139,6 @@ class _RunningModule(_ModuleView):
     def __init__(self, module: Any, is_streamed: bool) -> None:
         super().__init__(module)
         self._task: asyncio.Task[Any] | None = None
-        self.exit: BaseException | None = None  # what the module raised to end the process
         if is_streamed and isinstance(module, StreamingModule):
             self.stream = module.stream  # from Python 3.12 on, a protocol looks past `__getattr__`
 
@@ -3095,11 +3149,10 @@ class _RunningModule(_ModuleView):
         try:
             if inspect.iscoroutinefunction(execute):
                 return await execute(inputs, context)
-            # With its context variables, as a host's own pool does not copy them: what the module calls needs approval.
-            run = functools.partial(contextvars.copy_context().run, execute, inputs, context)
-            return await asyncio.get_running_loop().run_in_executor(None, run)
+            # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
+            return await asyncio.get_running_loop().run_in_executor(_threads().of_modules, execute, inputs, context)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
-            self.exit = error
+            raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:
             self._task = None
 
@@ -3192,8 +3245,6 @@ class _Execution(_ModuleStep):
         except BaseException:
             running.end()
             raise
-        if running.exit is not None:
-            raise running.exit
         deadline = ctx.context.global_deadline
         if ctx.output_stream is not None and deadline is not None:
             ctx.output_stream = _until(deadline, ctx.output_stream)
@@ -3217,49 +3268,6 @@ async def _until(deadline: float, stream: Any) -> AsyncIterator[Any]:
                 raise
             chunk = {}
         yield chunk
-
-
-class _ModuleThreads(ThreadPoolExecutor):
-    """Threads for sync modules: as asyncio's default executor, where each call has the context variables of its task.
-
-    There may be 256, so that slow modules leave room for others. They are daemons, so that a module that never returns
-    does not keep the process alive; a ThreadPoolExecutor's own threads are joined at its exit. They end with the
-    process, as the servers in it share them. Any thread may submit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = queue.SimpleQueue[Any]()
-        self._idle = threading.Semaphore(0)  # counts the threads that wait for a call
-        self._unstarted = 256  # how many threads may still be started
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = Future[Any]()
-        self._calls.put((future, functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)))
-        if not self._idle.acquire(blocking=False) and self._unstarted:
-            self._unstarted -= 1
-            threading.Thread(target=self._work, daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        while True:
-            future, call = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except StopIteration as error:  # an asyncio future refuses it
-                    future.set_exception(RuntimeError(repr(error)))
-                except BaseException as error:  # a SystemExit ends the call, not this thread
-                    future.set_exception(error)
-            del future, call  # or what the module has returned would be kept until the next call
-            self._idle.release()
-
-
-_THREADS_BY_PROCESS: dict[int, _ModuleThreads] = {}  # a process that is forked has none of its parent's threads
-
-
-def _module_threads() -> _ModuleThreads:
-    """The threads that all servers of this process share."""
-    return _THREADS_BY_PROCESS.setdefault(os.getpid(), _ModuleThreads())
 
 
 # ---- Approval: who is asked before a call runs; event loop only ----
@@ -4655,7 +4663,7 @@ class _Life:
     def block(self) -> None:
         """Run to the end, on an event loop of its own."""
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(_module_threads())
+        loop.set_default_executor(_threads().of_loops)
         running = loop.create_task(self.run())
         try:
             while not running.done():

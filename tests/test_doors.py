@@ -29,7 +29,8 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from apcore import ACL, ACLRule, APCore, Config, Executor, Middleware, Registry
+from apcore import ACL, ACLRule, APCore, Config, Executor, InvalidInputError, Middleware, Registry
+from apcore.observability import MetricsCollector, MetricsMiddleware
 from conftest import (
     HANDSHAKE,
     MODERN,
@@ -637,6 +638,40 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
             await client.call_tool("block", {})  # when all that waited before has left the queue
             until(lambda: threading.active_count() - threads <= running)
             assert len(began) <= 256 + 1
+
+
+@pytest.mark.parametrize(("mounted", "count"), [(False, 256), (True, 40)], ids=["serve", "async_serve"])
+async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mounted: bool, count: int) -> None:
+    """apcore runs the hooks of middleware in threads of the loop; a host's may have as few as five."""
+    gate = threading.Event()
+    began = threading.Semaphore(0)
+
+    def stuck(inputs: dict[str, Any], context: Any) -> Any:
+        began.release()
+        gate.wait(30)
+
+    async def fails(inputs: dict[str, Any], context: Any) -> Any:
+        raise InvalidInputError("No item 7")
+
+    executor = Executor(registry_of({"stuck": stuck, "fails": fails}))
+    executor.use(MetricsMiddleware(MetricsCollector()))
+    async with contextlib.AsyncExitStack() as closing:
+        closing.callback(gate.set)
+        if mounted:
+            app = await closing.enter_async_context(async_serve(executor, transport="sse"))
+            url = await closing.enter_async_context(hosting(app))
+        else:
+            url = closing.enter_context(serving(executor, transport="sse"))  # one connection for all answers
+        connecting = Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30)
+        client = await closing.enter_async_context(connecting)
+        calls = [asyncio.create_task(client.session.call_tool("stuck", {})) for _ in range(count)]
+        for _ in calls:
+            assert await asyncio.to_thread(began.acquire, timeout=20)
+        async with asyncio.timeout(20):
+            assert text_of(await client.call_tool("fails", {})) == "Invalid input: No item 7"
+        assert not any(call.done() for call in calls)
+        gate.set()
+        await asyncio.gather(*calls)
 
 
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")

@@ -120,12 +120,12 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
 TOKEN = "S3CR3T-token"
 UNSAID = ("mcp_client_123", "admin.delete_all", "slow.module", "/etc/passwd", "Traceback")
 
-# What is not apcore's, and its class's name in the log (None where Python or apcore raises another in its place).
+# What is not apcore's, and how the log names it (None where Python or apcore raises another in its place).
 UNEXPECTED: dict[str, tuple[Callable[[], BaseException], str | None]] = {
     "runtime_error": (lambda: RuntimeError("disk /etc/passwd full"), "RuntimeError"),
     "os_error": (lambda: OSError(2, "No such file", "/etc/passwd"), "FileNotFoundError"),
-    "system_exit": (lambda: SystemExit("/etc/passwd"), "SystemExit"),
-    "keyboard_interrupt": (lambda: KeyboardInterrupt("/etc/passwd"), "KeyboardInterrupt"),
+    "system_exit": (lambda: SystemExit("/etc/passwd"), "RuntimeError: the module raised SystemExit"),
+    "keyboard_interrupt": (lambda: KeyboardInterrupt("/etc/passwd"), "RuntimeError: the module raised Keyboard"),
     "cancelled_error": (lambda: asyncio.CancelledError("/etc/passwd"), "CancelledError"),
     "stop_iteration": (lambda: StopIteration("/etc/passwd"), None),
 }
@@ -177,7 +177,7 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
 async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
     failing: str, name: str, awaits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, class_name = UNEXPECTED[name]
+    _, logged_as = UNEXPECTED[name]
     tool = spelled(f"fails.{name}", awaits)
     async with client_of(failing) as client, asyncio.timeout(10):
         result = await client.call_tool(tool, {})
@@ -185,10 +185,10 @@ async def test_an_unexpected_exception_is_told_to_the_log_and_not_to_the_client(
     report = failure(result, "Internal error occurred")
     assert report["error_type"] in ("MODULE_EXECUTE_ERROR", "GENERAL_INTERNAL_ERROR")
     said = result.model_dump_json(by_alias=True)
-    assert [word for word in ("/etc", class_name or "Stop", "Traceback", ".py", "raising") if word in said] == []
+    assert [word for word in ("/etc", logged_as or "Stop", "Exit", "Traceback", ".py", "raising") if word in said] == []
     assert after.structured_content == {"still": "alive"}
     (record,) = errors_logged(caplog)
-    assert record.getMessage().startswith(f"Tool call error: {tool} - {class_name or ''}")
+    assert record.getMessage().startswith(f"Tool call error: {tool} - {logged_as or ''}")
     written = logging.Formatter("%(message)s").format(record)
     assert "Traceback (most recent call last)" in written
     if name != "stop_iteration":  # the interpreter itself drops that one's frames
