@@ -18,6 +18,7 @@ import base64
 import contextvars
 import copy
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -121,6 +122,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_json, to_jsonable_python
@@ -1537,14 +1539,106 @@ def _leave_out(what: object, reason: str, messages: list[str]) -> None:
 
 
 @contextmanager
-def _left_out(what: object, messages: list[str]) -> Iterator[None]:
-    """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING."""
+def _left_out(what: str, messages: list[str], path: str = "") -> Iterator[None]:
+    """One bad module never takes the others down: whatever it raises, SystemExit included, becomes a WARNING. Of what
+    comes from a file, at `path`, it names the line."""
     try:
         yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _leave_out(what, f"{type(error).__name__}: {_text_of(error)}", messages)
+        line = _line_in(path, error)
+        place = f" ({os.path.basename(path)}:{line})" if line else ""
+        _leave_out(what, f"{_reason(error)}{place}", messages)
+
+
+def _line_in(path: str, error: BaseException | None) -> int | None:
+    """The line of a file at which `error` was raised, as far as its own code went; None where it had no part in it."""
+    while error is not None:
+        if isinstance(error, SyntaxError) and error.filename == path:
+            return error.lineno
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        if lines:
+            return lines[-1]
+        error = error.__cause__
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong with a module, and what that came from if its author said so."""
+    text = f"{type(error).__name__}: {_text_of(error)}"
+    if isinstance(error, SyntaxError):
+        text = f"{type(error).__name__}: {_text_of(error.msg)}"
+    if isinstance(error, PydanticSchemaGenerationError) and repr(CancelToken) in text:  # a Context has one
+        return "apcore knows its Context in one form: write `context: Context`, without brackets and without None"
+    if error.__cause__ is not None:
+        text += f" ({type(error.__cause__).__name__}: {_text_of(error.__cause__)})"
+    return text
+
+
+@contextmanager
+def _apcore_warnings() -> Iterator[list[logging.LogRecord]]:
+    """What apcore warns of on this thread meanwhile, whatever the levels of its loggers: it is ours to tell, with the
+    file that it is about."""
+    records: list[logging.LogRecord] = []
+    thread = threading.get_ident()
+    loggers: list[tuple[logging.Logger, int, bool]] = []
+    levels: dict[str, float] = {}  # by name, from which a record of another thread passes as ever
+    for name, each in [*logging.root.manager.loggerDict.items()]:
+        if isinstance(each, logging.Logger) and name.partition(".")[0] == "apcore":
+            loggers.append((each, each.level, each.disabled))
+            levels[name] = math.inf if each.disabled else each.getEffectiveLevel()
+
+    def take(record: logging.LogRecord) -> bool:
+        if record.thread == thread and record.levelno >= logging.WARNING:
+            records.append(record)
+            return False
+        return record.levelno >= levels[record.name]
+
+    for each, _, _ in loggers:
+        each.addFilter(take)
+        if not each.isEnabledFor(logging.WARNING):
+            each.setLevel(logging.WARNING)
+            each.disabled = False
+    try:
+        yield records
+    finally:
+        for each, level, disabled in loggers:
+            each.removeFilter(take)
+            each.setLevel(level)
+            each.disabled = disabled
+
+
+_ANNOTATIONS = frozenset(field.name for field in dataclasses.fields(ModuleAnnotations))
+_GUARDS = ("requires_approval", "destructive", "discoverable")  # without which more would run, or be shown
+_APCORE_DECORATOR = "apcore.decorator"  # the logger that tells which annotations of a function apcore drops
+
+
+def _unknown_annotations(annotations: object) -> list[str]:
+    """The names in a module's annotations that apcore passes over. TypeError where it passes over all of them."""
+    if annotations is None or isinstance(annotations, ModuleAnnotations):
+        return []
+    if not isinstance(annotations, dict):
+        raise TypeError(f"its annotations are neither ModuleAnnotations nor a dict: {annotations!r}")
+    return [str(name) for name in annotations if name not in _ANNOTATIONS]
+
+
+def _is_it(name: str, names: Iterable[str]) -> str:
+    """What a misspelt name was meant to be, for a message; "" when that cannot be told."""
+    likely = difflib.get_close_matches(name, [*names], 1, 0.75)
+    return f" (is it {likely[0]}?)" if likely else ""
+
+
+def _told_unknown(names: Iterable[str]) -> str:
+    """A WARNING of annotations that apcore does not know. ValueError for one that may stand for a guard: a module that
+    ought to be approved is not served as if it were none."""
+    told = []
+    for name in names:
+        plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z]+", "_", name).lower()
+        if re.search("app?rov|destruct", plain) or _is_it(plain, _GUARDS):
+            raise ValueError(f"apcore knows no annotation {name!r}{_is_it(plain, _GUARDS)}, so nothing would guard it")
+        told.append(f"{name!r}{_is_it(plain, _ANNOTATIONS)}")
+    return f"apcore passes over the annotation {', '.join(told)}, which it does not know"
 
 
 class _Files:
@@ -1566,6 +1660,9 @@ class _Files:
         self._registered: dict[str, str] = {}  # by module ID, the path of its file
         self._waiting: set[tuple[str, str]] = set()  # a path, and the module ID that another module has
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
+        self.warned: list[str] = []  # of what the last update has loaded all the same
+        self.checked: set[str] = set()  # the IDs of modules that have been warned of where that is due
+        self._records: list[logging.LogRecord] = []  # of what apcore warns while a file is loaded
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._states = self._seen = self._look()
             self._registered = {self._module_id(path): path for path in self._states}
@@ -1576,6 +1673,7 @@ class _Files:
             if self._seen is not None and time.monotonic() - self._looked_at < _LOOK_SECONDS / 2:
                 return  # two servers of one registry look at different times
             self.left_out = []
+            self.warned = []
             before = self._states
             states = self._look()
             edited = _changed_files(states if self._seen is None else self._seen, states)
@@ -1594,9 +1692,13 @@ class _Files:
                     del self._registered[module_id]
                     with _left_out(f"Module {module_id}", self.left_out):
                         self._registry.unregister(module_id)
-            for path in sorted(changed.intersection(self._states)):
-                with _left_out(path, self.left_out):
-                    self._load(path)
+            with _apcore_warnings() as self._records:
+                for path in sorted(changed.intersection(self._states)):
+                    with _left_out(path, self.left_out, path):
+                        self._load(path)
+                    for record in self._records:
+                        self._warn(path, record.getMessage())
+                    self._records.clear()
 
     def _roots(self) -> dict[str, JSONObject]:  # as the Registry was configured with them, by their real paths
         return {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
@@ -1657,11 +1759,16 @@ class _Files:
         folder = os.path.dirname(path)
         if folder not in sys.path:
             sys.path.append(folder)
-        entries = _binding_entries(path)
+        document = _binding_document(path)
         self._check_state(path)
-        for number, entry in enumerate(entries, 1):
+        version = document.get("spec_version")
+        if version is None:
+            self._warn(path, "spec_version missing; defaulting to '1.0'")
+        elif version != "1.0":
+            self._warn(path, f"spec_version '{version}' is not '1.0'; proceeding best-effort")
+        for number, entry in enumerate(document["bindings"], 1):
             name = entry.get("module_id", f"number {number}") if isinstance(entry, dict) else f"number {number}"
-            with _left_out(f"{path}: binding {name}", self.left_out):
+            with _left_out(f"{path}: binding {name}", self.left_out, path):
                 module = _bound(entry, path)
                 self._register(path, module.module_id, module)
 
@@ -1669,7 +1776,7 @@ class _Files:
         """Register the functions with `@module` among `values`, what a file defines; returns whether there are any."""
         functions = [value for value in values if hasattr(value, "apcore_module")]
         for function in dict.fromkeys(functions):  # each once, whatever names it has
-            with _left_out(f"{path}: function {function.__name__}", self.left_out):
+            with _left_out(f"{path}: function {function.__name__}", self.left_out, path):
                 module = function.apcore_module
                 self._register(path, module.module_id.removeprefix("apcore_ext."), module)
         return bool(functions)
@@ -1681,7 +1788,7 @@ class _Files:
         complete = [cls for cls in classes if not _module_faults(cls)]
         complete.sort(key=_has_models, reverse=True)
         for cls in classes:
-            with _left_out(f"{path}: class {cls.__name__}", self.left_out):
+            with _left_out(f"{path}: class {cls.__name__}", self.left_out, path):
                 if cls not in complete:
                     raise TypeError("; ".join(_module_faults(cls)))
                 if cls is not complete[0]:
@@ -1693,13 +1800,42 @@ class _Files:
             _leave_out(f"{path}: class {entry_point}", reason, self.left_out)
         return bool(entry_point or classes)
 
-    def _register(self, path: str, module_id: str, module: Any, *version_and_metadata: Any) -> None:
+    def _register(
+        self, path: str, module_id: str, module: Any, version: str | None = None, metadata: JSONObject | None = None
+    ) -> None:
         if self._registry.has(module_id):  # `register` would take a class for another version of what is there
             self._waiting.add((path, module_id))
             owner = self._registered.get(module_id, "a module that comes from no file")
             raise ValueError(f"the module ID {module_id} belongs to {owner}")
-        self._registry.register(module_id, module, *version_and_metadata)
+        names = _unknown_annotations(getattr(module, "annotations", None)) + self._dropped_annotations(module)
+        for name, value in (metadata or {}).items():
+            if name == "annotations":
+                names += _unknown_annotations(value)
+            elif name in _GUARDS or difflib.get_close_matches(name, ["annotations"], 1, 0.85):
+                raise ValueError(f"{name} in its metadata is none of its annotations: apcore passes over it")
+            elif name in _ANNOTATIONS:
+                names.append(name)
+        if names:
+            self._warn(path, f"module {module_id}: {_told_unknown(names)}")
+        self.checked.add(module_id)
+        self._registry.register(module_id, module, version, metadata)
         self._registered[module_id] = path
+
+    def _dropped_annotations(self, module: Any) -> list[str]:
+        """The annotations of a function that apcore did not know when it made a module of it: only its log tells."""
+        names: list[str] = []
+        for record in [*self._records]:
+            if record.name == _APCORE_DECORATOR and isinstance(record.args, tuple) and len(record.args) == 2:
+                module_id, dropped = record.args
+                if module_id == getattr(module, "module_id", None) and isinstance(dropped, list):
+                    names += map(str, dropped)
+                    self._records.remove(record)
+        return names
+
+    def _warn(self, path: str, text: str) -> None:
+        """Warn of what is served, and lets `--check` fail all the same."""
+        self.warned.append(f"{path}: {text}")
+        logger.warning("%s", self.warned[-1])
 
 
 def _file_of(path: str) -> str:
@@ -1711,11 +1847,14 @@ def _changed_files(before: dict[str, _FileState], after: dict[str, _FileState]) 
     return {_file_of(path) for path, _ in before.items() ^ after.items()}
 
 
+_MODULE_PARTS = ("execute", "input_schema", "output_schema", "description")
+
+
 def _module_classes(values: Iterable[Any], entry_point: str) -> list[type]:
-    """The classes with `execute` and an `input_schema` that are meant to be modules: the one that `entry_point` names,
-    or all but those to derive from: private ones, those with abstract methods of their own, and unfinished bases."""
-    classes = [cls for cls in dict.fromkeys(filter(inspect.isclass, values)) if callable(getattr(cls, "execute", None))]
-    classes = [cls for cls in classes if getattr(cls, "input_schema", None) is not None]
+    """The classes that have all or all but one of a module's parts and are meant to be one: the one that `entry_point`
+    names, or all but those to derive from: private ones, those with abstract methods of their own, and unfinished
+    bases."""
+    classes = [cls for cls in dict.fromkeys(filter(inspect.isclass, values)) if _looks_like_module(cls)]
     if entry_point:
         return [cls for cls in classes if cls.__name__ == entry_point]
     modules = []
@@ -1725,6 +1864,11 @@ def _module_classes(values: Iterable[Any], entry_point: str) -> list[type]:
         if not (cls.__name__.startswith("_") or is_abstract or (is_base and _module_faults(cls))):
             modules.append(cls)
     return modules
+
+
+def _looks_like_module(cls: type) -> bool:
+    parts = [name for name in _MODULE_PARTS if getattr(cls, name, None) is not None]
+    return {"execute", "input_schema"}.issubset(parts) or len(parts) == len(_MODULE_PARTS) - 1
 
 
 def _has_models(cls: type) -> bool:
@@ -1737,13 +1881,39 @@ def _module_faults(cls: type) -> list[str]:
     faults = []
     for name in ("input_schema", "output_schema"):
         if not isinstance(getattr(cls, name, None), (dict, _Model)):
-            faults.append(f"its {name} is neither a pydantic model nor a dict")
+            faults.append(f"its {name} is neither a pydantic model nor a dict{_misspelt(cls, name)}")
     description = getattr(cls, "description", None)
     if not description or not isinstance(description, str):
-        faults.append("it has no description")
+        faults.append(f"it has no description{_misspelt(cls, 'description')}")
+    execute = getattr(cls, "execute", None)
+    if not callable(execute):
+        faults.append(f"it has no execute(){_misspelt(cls, 'execute')}")
+    elif inspect.isfunction(execute):
+        is_method = not isinstance(inspect.getattr_static(cls, "execute"), staticmethod)
+        faults += _execute_faults(functools.partial(execute, None) if is_method else execute)
     if inspect.isabstract(cls):
         faults.append("it is abstract")
     return faults
+
+
+def _misspelt(cls: type, name: str) -> str:
+    return "" if hasattr(cls, name) else _is_it(name, vars(cls))
+
+
+def _execute_faults(execute: Callable[..., Any]) -> list[str]:
+    """Why every call of a module's `execute` would fail."""
+    if inspect.isasyncgenfunction(execute) or inspect.isgeneratorfunction(execute):
+        return ["its execute() is a generator: it returns a dict, and stream() yields"]
+    code = getattr(execute, "__code__", None)
+    if code is not None and code.co_argcount == 2 + inspect.ismethod(execute) and not code.co_kwonlyargcount:
+        return []  # nearly all; to read a signature takes ten times as long
+    try:
+        inspect.signature(execute).bind({}, None)
+    except TypeError as error:
+        return [f"its execute() does not take (inputs, context): {error}"]
+    except ValueError:  # written in C
+        pass
+    return []
 
 
 def _state_of(path: str) -> _FileState | None:
@@ -1812,9 +1982,9 @@ _BINDING_KEYS = frozenset(
 _SCHEMAS = ("input_schema", "output_schema")
 
 
-def _binding_entries(path: str) -> list[Any]:
-    """What a binding file binds, as it is written there. apcore's own loader reads it in the locale's encoding, and
-    loses all of a file by one bad entry; its rules and its words are kept."""
+def _binding_document(path: str) -> JSONObject:
+    """What a binding file says. apcore's own loader reads it in the locale's encoding, and loses all of a file by one
+    bad entry; its rules and its words are kept."""
     document = _read_yaml(path)
     if document is None:
         reason = "File is empty"
@@ -1827,12 +1997,7 @@ def _binding_entries(path: str) -> list[Any]:
     elif not isinstance(document["bindings"], list):
         reason = "'bindings' must be a list"
     else:
-        version = document.get("spec_version")
-        if version is None:
-            logger.warning("%s: spec_version missing; defaulting to '1.0'", path)
-        elif version != "1.0":
-            logger.warning("%s: spec_version '%s' is not '1.0'; proceeding best-effort", path, version)
-        return document["bindings"]
+        return document
     raise BindingFileInvalidError(file_path=path, reason=reason)
 
 
@@ -1921,6 +2086,8 @@ def discover(extensions_dir: str | os.PathLike[str]) -> Registry:
 
 # ---- Catalog: the registry as a list of tools that follows it, and who is offered which; any thread ----
 
+# The IDs of modules that have been warned of: a catalog is made for each call of `run_openai_call`.
+_WARNED: weakref.WeakKeyDictionary[Registry, set[str]] = weakref.WeakKeyDictionary()
 _TOOLS_MAX = 128  # that OpenAI's API takes ("array too long. Expected an array with maximum length 128"), and VS Code
 
 
@@ -2016,10 +2183,25 @@ class _ToolCatalog:
                 raise ValueError("the registry has no definition of it")
             if not {*_tags_of(descriptor, module)}.issuperset(options.tags or ()):
                 return None
+            self._warn_once(module_id, module)
             if options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
                 return None
             return _Tool(descriptor, module, options)
         return None
+
+    def _warn_once(self, module_id: str, module: Any) -> None:
+        """Warn of a module registered by hand that says what apcore passes over, or that no call will get through to.
+        ValueError where apcore may pass over its approval."""
+        files = _FILES.get(self._registry)
+        if isinstance(module, FunctionModule) or (files is not None and module_id in files.checked):
+            return
+        names = _unknown_annotations(getattr(module, "annotations", None))
+        texts = [_told_unknown(names)] if names else []
+        texts += _execute_faults(module.execute)
+        warned = _WARNED.setdefault(self._registry, set())
+        if texts and module_id not in warned:
+            warned.add(module_id)
+            logger.warning("Module %s: %s", module_id, "; ".join(texts))
 
     def _note_change(self, module_id: str, _module: object = None) -> None:
         self._changed.add(module_id)
@@ -4531,9 +4713,12 @@ def _check(options: _Options) -> tuple[str, int]:
     names = [tool.definition(options.tool_names)["name"] for tool in catalog.tools.values()]
     if not names:
         logger.warning("%s", catalog.why_empty())
-    count = len(_files_of(options.registry).left_out) + len(catalog.left_out)
+    files = _files_of(options.registry)
+    count = len(files.left_out) + len(catalog.left_out)
     summary = f"{_count_of_tools(names)} would be served, {count} left out"
-    return "\n".join([*names, summary]), 1 if count or not names else 0
+    if files.warned:
+        summary += f", {len(files.warned)} warned of"
+    return "\n".join([*names, summary]), 1 if count or files.warned or not names else 0
 
 
 _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")

@@ -353,7 +353,7 @@ OF_ANOTHER_KIND = "its input_schema is neither a pydantic model nor a dict"
         ),
         (
             a_class("Say") + "    def __init__(self): raise LookupError('no such shop')\n",
-            "class Say is left out: LookupError: no such shop",
+            "class Say is left out: LookupError: no such shop (some.py:",
         ),
         (
             "import abc\nclass Base(abc.ABC):\n    @abc.abstractmethod\n    def ask(self): pass\n"
@@ -384,7 +384,8 @@ def test_what_looks_like_a_module_and_is_none_is_named_with_the_reason_and_the_r
     caplog.clear()
     (tmp_path / "some.py").write_text(text)
     assert discover(tmp_path).list() == registry.list()[1:]
-    assert left_out(caplog, tmp_path) == [line]
+    (line,) = left_out(caplog, tmp_path)
+    assert line.startswith(f"some.py: {reason}")
 
 
 def test_helpers_are_no_modules_and_nobody_is_warned_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,6 +430,176 @@ def test_of_several_complete_classes_the_one_with_models_is_the_module(
     assert [line.partition(": give it")[0] for line in left_out(caplog, tmp_path)] == [
         f"toggle.py: class {name} is left out: TypeError: Say is the module of this file" for name in ("Extra", "Last")
     ]
+
+
+def annotated(annotations: str) -> str:
+    return f"from apcore.decorator import module\n@module(annotations={annotations})\ndef f() -> int: return 1\n"
+
+
+A_MODULE = a_class("Say")
+UNGUARDED = ", so nothing would guard it"
+FINDINGS = {
+    "function's approval": (
+        {"m.py": annotated("{'requires_aproval': True}")}, [],
+        "m.py: function f is left out: ValueError: apcore knows no annotation 'requires_aproval'"
+        f" (is it requires_approval?){UNGUARDED}",
+    ),
+    "class's approval": (
+        {"m.py": A_MODULE + "    annotations = {'approval_required': True}\n"}, [],
+        f"m.py: class Say is left out: ValueError: apcore knows no annotation 'approval_required'{UNGUARDED}",
+    ),
+    "binding's approval": (
+        {"m.binding.yaml": bound("m.a", "os.path:join", **SCHEMAS, annotations={"needs-approval": True})}, [],
+        "m.binding.yaml: binding m.a is left out: ValueError: apcore knows no annotation 'needs-approval'"
+        f" (is it requires_approval?){UNGUARDED}",
+    ),
+    "metadata's approval": (
+        {"m.py": A_MODULE, "m_meta.yaml": "annotations: {requiresApproval: true}"}, [],
+        "m.py: class Say is left out: ValueError: apcore knows no annotation 'requiresApproval'"
+        f" (is it requires_approval?){UNGUARDED}",
+    ),
+    "outside of annotations": (
+        {"m.py": A_MODULE, "m_meta.yaml": "requires_approval: true"}, [],
+        "m.py: class Say is left out: ValueError: requires_approval in its metadata is none of its annotations:"
+        " apcore passes over it",
+    ),
+    "misspelt annotations": (
+        {"m.py": A_MODULE, "m_meta.yaml": "annotation: {requires_approval: true}"}, [],
+        "m.py: class Say is left out: ValueError: annotation in its metadata is none of its annotations:"
+        " apcore passes over it",
+    ),
+    "list of annotations": (
+        {"m.py": A_MODULE + "    annotations = ['requires_approval']\n"}, [],
+        "m.py: class Say is left out: TypeError: its annotations are neither ModuleAnnotations nor a dict:"
+        " ['requires_approval']",
+    ),
+    "function's hint": (
+        {"m.py": annotated("{'read_only': True}")}, ["m.f"],
+        "m.py: module m.f: apcore passes over the annotation 'read_only' (is it readonly?), which it does not know",
+    ),
+    "class's hint": (
+        {"m.py": A_MODULE + "    annotations = {'colour': 1}\n"}, ["m"],
+        "m.py: module m: apcore passes over the annotation 'colour', which it does not know",
+    ),
+    "no context": (
+        {"m.py": A_MODULE.replace("inputs, context", "inputs")}, [],
+        "m.py: class Say is left out: TypeError: its execute() does not take (inputs, context): too many positional"
+        " arguments",
+    ),
+    "one argument more": (
+        {"m.py": A_MODULE.replace("context", "context, user")}, [],
+        "m.py: class Say is left out: TypeError: its execute() does not take (inputs, context): missing a required"
+        " argument: 'user'",
+    ),
+    "generator": (
+        {"m.py": A_MODULE.replace("    def", "    async def").replace("return", "yield")}, [],
+        "m.py: class Say is left out: TypeError: its execute() is a generator: it returns a dict, and stream() yields",
+    ),
+    "input_shema": (
+        {"m.py": A_MODULE.replace("input_schema", "input_shema")}, [],
+        "m.py: class Say is left out: TypeError: its input_schema is neither a pydantic model nor a dict"
+        " (is it input_shema?)",
+    ),
+    "excute": (
+        {"m.py": A_MODULE.replace("execute", "excute")}, [],
+        "m.py: class Say is left out: TypeError: it has no execute() (is it excute?)",
+    ),
+    "warned by apcore": (
+        {"m.py": annotated("{'cache_ttl': -1}")}, ["m.f"], "m.py: cache_ttl -1 is negative, clamping to 0",
+    ),
+    "no version": (
+        {"m.binding.yaml": bound("m.a", "os.path:join", **SCHEMAS).replace('"spec_version": "1.0", ', "")}, ["m.a"],
+        "m.binding.yaml: spec_version missing; defaulting to '1.0'",
+    ),
+    "line": (
+        {"m.py": "def f():\n    return 1 / 0\n\nf()\n"}, [],
+        "m.py is left out: ZeroDivisionError: division by zero (m.py:2)",
+    ),
+    "line of no Python": ({"m.py": "\ndef broken(:\n"}, [], "m.py is left out: SyntaxError: invalid syntax (m.py:2)"),
+    "line of a cause": (
+        {"m.py": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ImportError('no a') from error\n"}, [],
+        "m.py is left out: ImportError: no a (KeyError: 'a') (m.py:4)",
+    ),
+    "Context of something": (
+        {
+            "m.py": "from typing import Any\nfrom apcore import Context\nfrom apcore.decorator import module\n"
+            "@module\ndef f(context: Context[Any]) -> int: return 1\n"
+        }, [],
+        "m.py is left out: apcore knows its Context in one form: write `context: Context`, without brackets and without"
+        " None (m.py:4)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "served", "warning"), FINDINGS.values(), ids=FINDINGS)
+def test_a_check_finds_what_would_only_show_in_a_call(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, files: dict[str, str],
+    served: list[str], warning: str,
+) -> None:  # fmt: skip
+    """And a start warns of it. An approval that is misspelt leaves its module out: nobody would be asked."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert main(["--extensions-dir", str(tmp_path), "--check"]) == 1
+    assert capfd.readouterr().out.splitlines()[:-1] == served
+    told = left_out(caplog, tmp_path)
+    assert told[0] == warning
+    assert told[1:] == ([] if served else ["No modules registered"])
+    assert [record for record in caplog.records if record.name.startswith("apcore.")] == [], "ours says it, once"
+
+
+def test_what_apcore_warns_of_is_told_whatever_its_loggers_let_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`logging.config` disables the loggers that are there already by default. Afterwards all is as it was."""
+    (tmp_path / "m.py").write_text(annotated("{'cache_ttl': -1, 'read_only': True}"))
+    (tmp_path / "n.py").write_text(annotated("{'requires_aproval': True}"))
+    above, one = logging.getLogger("apcore"), logging.getLogger("apcore.decorator")
+    level = above.level
+    above.setLevel(logging.CRITICAL)
+    one.disabled = True
+    try:
+        assert discover(tmp_path).list() == ["m.f"]
+        assert (above.level, above.filters, one.disabled, one.filters) == (logging.CRITICAL, [], True, [])
+    finally:
+        above.setLevel(level)
+        one.disabled = False
+    assert [line.partition(" ")[0] for line in left_out(caplog, tmp_path)] == ["m.py:", "m.py:", "n.py:"]
+
+
+@pytest.mark.parametrize("execute", [
+    "def execute(self, inputs, context, *, key=None): return {}", "def execute(self, *args): return {}",
+    "@staticmethod\n    def execute(inputs, context=None): return {}",
+    "@classmethod\n    def execute(cls, inputs, context): return {}",
+    "def run(self, a, inputs, context): return {}\n    import functools\n    execute = functools.partialmethod(run, 1)",
+    "annotations = {'readonly': True, 'extra': {'requires_aproval': 1}}\n    async def execute(self, i, c): return {}",
+    "from apcore import ModuleAnnotations\n    annotations = ModuleAnnotations()\n    execute = lambda self, i, c: {}",
+])  # fmt: skip
+def test_a_check_is_content_with_every_form_that_works(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], execute: str
+) -> None:
+    head, _, _ = A_MODULE.partition("def execute")
+    (tmp_path / "m.py").write_text(head + execute)
+    (tmp_path / "m_meta.yaml").write_text("annotations: {idempotent: true}\nx-note: any\nstreams: 1\n")
+    assert main(["--extensions-dir", str(tmp_path), "--check"]) == 0, capfd.readouterr().err
+    assert Executor(discover(tmp_path)).call("m", {}) == {}
+
+
+async def test_a_module_registered_by_hand_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry()
+    registry.register("m.hint", FunctionalModule(echo, annotations={"read_only": True}))
+    registry.register("m.guard", FunctionalModule(echo, annotations={"requires_aproval": True}))
+    registry.register("m.call", FunctionalModule(lambda inputs: inputs))
+    registry.register("m.fine", FunctionalModule(echo, annotations={"readonly": True}))
+    for times in (1, 0):
+        names = [tool["function"]["name"] for tool in to_openai_tools(registry)]
+        assert names == ["m-call", "m-fine", "m-hint"]
+        told = [line for line in messages_logged(caplog) if "left out" not in line]
+        assert sorted(told) == times * [
+            "Module m.call: its execute() does not take (inputs, context): too many positional arguments",
+            "Module m.hint: apcore passes over the annotation 'read_only' (is it readonly?), which it does not know",
+        ]
+        assert any(line.startswith("Module m.guard is left out: ValueError: ") for line in messages_logged(caplog))
+        caplog.clear()
 
 
 NOT_THERE = "entry_point in the file's metadata names it, and no such class has execute() and input_schema"
