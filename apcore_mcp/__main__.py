@@ -9,9 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import logging.handlers
 import os
+import queue
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from . import __version__
@@ -30,6 +34,68 @@ from .core import (
 
 _AT_A_TERMINAL = """A client has to start this server, as it speaks MCP here: add --export client to set one up, or
 --transport streamable-http --explorer for a page to look at the tools; Ctrl-C ends it."""
+
+
+_UNWRITTEN_MAX = 1_000  # lines of the log
+_END_SECONDS = 1.0  # how long the end of the process waits for who reads the log
+
+
+class _LogToStderr(logging.handlers.QueueHandler):
+    """The log of a server, whose calls and whose end never wait for who reads it: a client may never read its stderr.
+
+    Lines are handed to a thread, which writes them. At most 1,000 wait for it; more are lost, and it says how many. It
+    writes to the descriptor, as whatever ends the process would wait for the lock and the buffer of `sys.stderr`. What
+    was logged before the end is written then, if it is read. Any thread may log."""
+
+    queue: queue.SimpleQueue[str | threading.Event]
+
+    def __init__(self) -> None:
+        super().__init__(queue.SimpleQueue())
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+        self._lost = 0
+        self._process = os.getpid()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` makes of one
+        if os.getpid() != self._process:  # one that a module has forked has no thread that writes
+            _write_to_stderr(record)
+        elif self.queue.qsize() < _UNWRITTEN_MAX:
+            self.queue.put(record)
+        else:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Wait until what was logged so far is written, a second at most. The process does so at its end."""
+        if os.getpid() == self._process:
+            written = threading.Event()
+            self.queue.put(written)
+            written.wait(_END_SECONDS)
+
+    def _write(self) -> None:
+        told = 0
+        while True:
+            waiting = [self.queue.get()]
+            while not self.queue.empty():  # all at once: each write may have to wait for Python's lock
+                waiting.append(self.queue.get())
+            lines = [each for each in waiting if isinstance(each, str)]
+            if lines:
+                _write_to_stderr("\n".join(lines))
+            if self._lost > told:
+                told = self._lost
+                _write_to_stderr(f"WARNING: {told} lines of this log are lost, as nobody has read it in time")
+            for each in waiting:
+                if isinstance(each, threading.Event):
+                    each.set()
+
+
+def _write_to_stderr(lines: str) -> None:
+    left = f"{lines}\n".encode(errors="backslashreplace")
+    with suppress(OSError):  # it is closed: there is nowhere to say so
+        while left:
+            left = left[os.write(2, left) :]
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -66,7 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(0)
     own, parser = _parsers()
     options = vars(parser.parse_args(argv))
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    log = None
+    if not logging.root.handlers:
+        log = _LogToStderr()
+        logging.root.addHandler(log)
+        logging.captureWarnings(True)  # they are written to stderr otherwise
     directory = options.pop("extensions_dir")
     export = options.pop("export", None)
     check = options.pop("check", False)
@@ -100,7 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _files_of(registry).update()
         serve(registry, **options)
     except (TypeError, ValueError, OSError, RuntimeError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        if log is None:
+            print(f"Error: {error}", file=sys.stderr)
+        else:
+            log.enqueue(f"Error: {error}")  # behind what has been logged
         return 1 if isinstance(error, TypeError | ValueError) else 2
     return 0
 

@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -329,7 +330,9 @@ def test_a_log_level_of_warning_hides_the_start_but_not_the_warning_about_an_emp
         assert told["instructions"] == "Ask."
         assert client.request("tools/list", enveloped({}))["result"]["tools"] == []
         status, stderr = client.end()
-    assert (status, stderr.decode()) == (0, "WARNING: No modules registered; server starting with zero tools\n")
+    warning = "WARNING: No modules registered; server starting with zero tools"
+    assert status == 0
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {warning}\n", stderr.decode())
 
 
 @pytest.mark.parametrize(
