@@ -98,7 +98,11 @@ from apcore.errors import ApprovalDeniedError, BindingFileInvalidError, ErrorCod
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.registry import load_metadata
-from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
+from apcore.schema.openai_strict import (
+    SUPPORTED_FORMATS,
+    UNSUPPORTED_KEYWORDS,
+    detect_openai_strict_incompatibilities,
+)
 from apcore.streaming import StreamingModule
 from apcore.trace_context import TraceContext
 from apcore.utils.redaction import REDACTED_VALUE
@@ -2437,8 +2441,10 @@ class _OpenAIConverter:
         function["parameters"] = tool.input_schema
         if self.strict:
             parameters = _to_strict(tool.input_schema)
-            problems = detect_openai_strict_incompatibilities(parameters)
-            if any(map(_is_open_map, _subschemas(tool.input_schema))):  # strict mode would close it
+            problems = [*detect_openai_strict_incompatibilities(parameters), *_too_open(parameters, "$")]
+            # Strict mode would close it. The arguments themselves are closed without a word: `{"type": "object"}` is
+            # how a tool without any is written.
+            if any(map(_is_open_map, _subschemas({"properties": {}, **tool.input_schema}))):
                 problems.append("additionalProperties: true")
             if problems:
                 text = "Schema for module '%s' uses %s, which is incompatible with strict mode"
@@ -2449,7 +2455,22 @@ class _OpenAIConverter:
 
 def _is_open_map(schema: JSONSchema) -> bool:
     """Whether `schema` says that an object may have properties of any name."""
-    return schema.get("additionalProperties", False) is not False
+    is_bare = "object" in _types(schema) and "properties" not in schema
+    return schema.get("additionalProperties", is_bare) is not False
+
+
+def _too_open(schema: JSONSchema, place: str) -> Iterator[str]:
+    """What strict mode refuses in a schema for what is missing in it, as apcore names places: `$.tags[]: any type`."""
+    if not schema.keys() & {"type", "enum", "const", "anyOf", *UNSUPPORTED_KEYWORDS}:
+        yield f"{place}: any type"
+    if "array" in _types(schema) and not schema.keys() & {"items", "prefixItems"}:
+        yield f"{place}: array without items"
+    for name, field in _properties(schema).items():
+        yield from _too_open(field, f"{place}.{name}")
+    if "items" in schema:
+        yield from _too_open(schema["items"], f"{place}[]")
+    for number, branch in enumerate(schema.get("anyOf", ())):
+        yield from _too_open(branch, f"{place}.anyOf[{number}]")
 
 
 def _is_for_description(keyword: str, value: Any) -> bool:

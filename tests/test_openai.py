@@ -21,7 +21,7 @@ import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler, AutoApproveHandler
 from apcore.context import Identity
-from conftest import ROOT, FunctionalModule, connect, echo, registry_of
+from conftest import ANYTHING, ROOT, FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -366,28 +366,40 @@ UNSAYABLE: list[Any] = [
     ({"not": STRING}, "not"),
     ({"type": "array", "prefixItems": [INTEGER]}, "prefixItems"),
     (None, "anyOf"),
+    ({}, "$.p: any type"),
+    ({"description": "Whatever it is", "title": "P", "default": 1}, "$.p: any type"),
+    ({"type": "array"}, "$.p: array without items"),
+    ({"type": "array", "items": {}}, "$.p[]: any type"),
+    ({"type": ["array", "null"]}, "$.p: array without items"),
+    ({"anyOf": [{"type": "array", "items": {"type": "array", "items": True}}, NULL]}, "$.p.anyOf[0][][]: any type"),
+    ({"type": "object", "properties": {"q": True}}, "$.p.q: any type"),
+    ({"type": "object"}, "additionalProperties"),
+    ({"type": "object", "patternProperties": {"^a": INTEGER}}, "patternProperties"),
 ]
 
 
 def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {}
     for number, (schema, _) in enumerate(UNSAYABLE):
-        whole = {"type": "object", "properties": {"p": schema}} if schema else {"anyOf": [PART, PART]}
+        whole = {"type": "object", "properties": {"p": schema}} if schema is not None else {"anyOf": [PART, PART]}
         modules[f"odd.m{number}"] = accepting(whole)
     told = {**STRING, "minLength": 1, "format": "uri", "oneOf": [STRING, {**STRING, "maxLength": 3}]}
     # Properties with the names of keywords, and data that looks like a schema.
     fine = {
         "not": PART, "additionalProperties": STRING, "x": {"enum": [{"additionalProperties": True}]}, "y": told,
-        "z": {},
+        "z": {"type": "object", "additionalProperties": False}, "items": {"const": []},
     }  # fmt: skip
-    registry = registry_of({**modules, "some.fine": accepting({"type": "object", "properties": fine})})
+    modules |= {"some.fine": accepting({"type": "object", "properties": fine}), "without.any": accepting(ANYTHING)}
+    registry = registry_of(modules)
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
         assert messages_logged(caplog, None) == [], "only strict mode warns"
-        assert len(to_openai_tools(registry, strict=True)) == len(UNSAYABLE) + 1
-    for text, module_id, (_, words) in zip(messages_logged(caplog, None), modules, UNSAYABLE, strict=True):
-        assert module_id in text
-        assert words in text
+        tools = to_openai_tools(registry, strict=True)
+    assert [tool["function"]["strict"] for tool in tools] == [True] * len(modules)
+    warnings = {line.split("'")[1]: line for line in messages_logged(caplog, None)}
+    assert [*warnings] == sorted([*modules][: len(UNSAYABLE)])
+    for number, (_, words) in enumerate(UNSAYABLE):
+        assert words in warnings[f"odd.m{number}"]
 
 
 # ---- A model's call back ----
