@@ -24,10 +24,18 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.auth import OAuthClientInformationFull, OAuthClientMetadata, OAuthToken
 from pydantic import AnyUrl
 
-from .programs import HERE, NODE, NODE_PROGRAM, ROOT, install_node, reason, serving
+from .programs import HERE, NODE, NODE_PROGRAM, ROOT, install_node, reason, run, serving
 
 PACKAGE = "oidc-provider"
-CHECKS = ["registration, login", "refresh", "client credentials", "scope", "another resource", "issuer gone"]
+CHECKS = [
+    "registration, login",
+    "refresh",
+    "client credentials",
+    "TypeScript SDK",
+    "scope",
+    "another resource",
+    "issuer gone",
+]
 HEADINGS = ["login", "its issuer", *CHECKS]
 ROWS = {"with a path": "/team", "without a path": ""}
 ROBOT = {"client_id": "robot", "client_secret": "its-secret"}
@@ -147,6 +155,9 @@ async def check(url: str, issuer: str, end_provider: Callable[[], None]) -> Asyn
     async with connected(url, program) as client:
         yield "client credentials", await whoami(client), ["robot", "tools"]
         yield "scope", (await client.call_tool("destroy", {})).is_error, True
+    script = [str(NODE_PROGRAM), str(HERE / "clients" / "with_credentials.mjs"), url, issuer, *ROBOT.values()]
+    done = await asyncio.to_thread(run, script, seconds=60, environment={"NODE_FOLDER": str(NODE)})
+    yield "TypeScript SDK", done.stdout.strip() or reason(done.stderr), '["robot","tools"]'
     async with connected(url, Bearer(issuer, url, "tools destructive")) as client:
         yield "scope", (await client.call_tool("destroy", {})).is_error, False
         other = Bearer(issuer, "https://other.example.com/mcp", "tools")
