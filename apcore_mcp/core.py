@@ -1662,6 +1662,7 @@ class _Files:
         self._seen: dict[str, _FileState] | None = None  # by path, as the last look found them
         self._looked_at = 0.0  # on the clock of `time.monotonic`
         self._registered: dict[str, str] = {}  # by module ID, the path of its file
+        self._references: set[tuple[str, str]] = set()  # of a binding file, by its path, to a file of schemas
         self._waiting: set[tuple[str, str]] = set()  # a path, and the module ID that another module has
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         self.warned: list[str] = []  # of what the last update has loaded all the same
@@ -1680,12 +1681,12 @@ class _Files:
             self.warned = []
             before = self._states
             states = self._look()
-            edited = _changed_files(states if self._seen is None else self._seen, states)
+            edited = self._changed_files(states if self._seen is None else self._seen, states)
             self._seen = states
             self._looked_at = time.monotonic()
             self._states = {path: state for path, state in states.items() if _file_of(path) not in edited}
             self._states |= {path: state for path, state in before.items() if _file_of(path) in edited}
-            changed = _changed_files(before, self._states)
+            changed = self._changed_files(before, self._states)
             # Only what was free at the start, so that a file that is edited keeps its IDs.
             free = {path for path, module_id in self._waiting if not self._registry.has(module_id)}
             changed |= free - edited
@@ -1697,7 +1698,8 @@ class _Files:
                     with _left_out(f"Module {module_id}", self.left_out):
                         self._registry.unregister(module_id)
             with _apcore_warnings() as self._records:
-                for path in sorted(changed.intersection(self._states)):
+                references = {path for _, path in self._references}
+                for path in sorted(changed.intersection(self._states) - references):
                     with _left_out(path, self.left_out, path):
                         self._load(path)
                     for record in self._records:
@@ -1709,7 +1711,15 @@ class _Files:
 
     def _look(self) -> dict[str, _FileState]:
         """Each file that may define modules, or describe them, by its path."""
-        return {path: state for root in self._roots() for path, state in _walk(root, root, ())}
+        states = {path: state for root in self._roots() for path, state in _walk(root, root, ())}
+        for _, path in self._references:
+            states[path] = _state_of(path) or "is not there"
+        return states
+
+    def _changed_files(self, before: dict[str, _FileState], after: dict[str, _FileState]) -> set[str]:
+        """The files that have changed, or of which a part has: their metadata, or the schemas that they refer to."""
+        changed = {_file_of(path) for path, _ in before.items() ^ after.items()}
+        return changed | {path for path, reference in self._references if reference in changed}
 
     def _module_id(self, path: str) -> str:
         """The ID that apcore makes of a path: `text.shout` of `text/shout.py`. A link has the ID of its own path;
@@ -1770,11 +1780,22 @@ class _Files:
             self._warn(path, "spec_version missing; defaulting to '1.0'")
         elif version != "1.0":
             self._warn(path, f"spec_version '{version}' is not '1.0'; proceeding best-effort")
+        self._references = {pair for pair in self._references if pair[0] != path}
         for number, entry in enumerate(document["bindings"], 1):
-            name = entry.get("module_id", f"number {number}") if isinstance(entry, dict) else f"number {number}"
+            name = f"number {number}"
+            if isinstance(entry, dict):
+                name = entry.get("module_id", name)
+                if "schema_ref" in entry:
+                    self._follow_reference(path, os.path.join(folder, str(entry["schema_ref"])))
             with _left_out(f"{path}: binding {name}", self.left_out, path):
                 module = _bound(entry, path)
                 self._register(path, module.module_id, module)
+
+    def _follow_reference(self, path: str, reference: str) -> None:
+        """Load the binding file at `path` again when the file of schemas at `reference` changes."""
+        self._references.add((path, reference))
+        for states in (self._states, self._seen or {}):
+            states[reference] = _state_of(reference) or "is not there"
 
     def _load_functions(self, path: str, values: Iterable[Any]) -> bool:
         """Register the functions with `@module` among `values`, what a file defines; returns whether there are any."""
@@ -1811,6 +1832,9 @@ class _Files:
             self._waiting.add((path, module_id))
             owner = self._registered.get(module_id, "a module that comes from no file")
             raise ValueError(f"the module ID {module_id} belongs to {owner}")
+        function = _function_of(module) if isinstance(module, FunctionModule) else None
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{function.__name__}() is a generator function, which has no result: return a list")
         names = _unknown_annotations(getattr(module, "annotations", None)) + self._dropped_annotations(module)
         for name, value in (metadata or {}).items():
             if name == "annotations":
@@ -1845,10 +1869,6 @@ class _Files:
 def _file_of(path: str) -> str:
     """The file that `path` is part of: metadata is part of the one that it describes."""
     return path.removesuffix("_meta.yaml") + ".py" if path.endswith("_meta.yaml") else path
-
-
-def _changed_files(before: dict[str, _FileState], after: dict[str, _FileState]) -> set[str]:
-    return {_file_of(path) for path, _ in before.items() ^ after.items()}
 
 
 _MODULE_PARTS = ("execute", "input_schema", "output_schema", "description")
@@ -1921,10 +1941,10 @@ def _execute_faults(execute: Callable[..., Any]) -> list[str]:
 
 
 def _state_of(path: str) -> _FileState | None:
-    """What tells a change of a file; None where there is none."""
+    """What tells a change of a file; None where there is none to read."""
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:
         return None
     return (status.st_ino, status.st_mtime_ns, status.st_size)
 
@@ -1976,7 +1996,7 @@ def _read_yaml(path: str | Path) -> Any:
     try:
         return yaml.load(Path(path).read_bytes(), _YamlLoader)
     except yaml.YAMLError as error:
-        raise BindingFileInvalidError(file_path=str(path), reason=f"YAML parse error: {error}") from error
+        raise BindingFileInvalidError(file_path=str(path), reason=f"YAML parse error: {error}") from None
 
 
 _BINDING_KEYS = frozenset(
@@ -2029,14 +2049,14 @@ def _bound(entry: Any, path: str) -> FunctionModule:
     loader: Any = BindingLoader()
     module: FunctionModule = loader._create_module_from_binding(outline, folder, file_path=path)
     function = _function_of(module)
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"{entry['target']} is a generator function, which has no result: return a list")
     beside = Path(folder, *function.__module__.split(".")).with_suffix(".py")
     if beside.exists() and not beside.samefile(str(sys.modules[function.__module__].__file__)):
         raise ImportError(f"another file has been imported as {function.__module__}: give {beside} a name of its own")
     for side, schema in schemas.items():
         if not isinstance(schema, dict):
             raise TypeError(f"its {side} is no mapping")
+    if schemas:
+        _check_parameters(function, schemas["input_schema"])
     for side, schema in schemas.items():
         # apcore checks the branches of a union alone, and so finds no definition that one of them refers to.
         with suppress(_Unconvertible):  # the catalog says what comes of it
@@ -2045,6 +2065,16 @@ def _bound(entry: Any, path: str) -> FunctionModule:
         module.input_schema = schemas["input_schema"]
         module.output_schema = cast(Any, _schema_of_results(schemas["output_schema"]))
     return module
+
+
+def _check_parameters(function: Callable[..., Any], schema: JSONSchema) -> None:
+    """TypeError where a function does not take what its schema names: each call with that would end as one."""
+    with suppress(ValueError):  # written in C
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind_partial(**dict.fromkeys(_properties(schema)))
+        except TypeError as error:
+            raise TypeError(f"its input_schema names what {function.__name__}() does not take: {error}") from None
 
 
 def _schema_of_results(schema: JSONSchema) -> JSONSchema:

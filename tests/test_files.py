@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_loaded_is_left_out_by_name_and_the_others_are_ser
     ended = run("--extensions-dir", str(extensions), "--export", "openai")
     assert ended.returncode == 0, ended.stderr
     assert sorted(exported_names(ended.stdout)) == ["a-b", "bad-twice", "hand-write", "voice-say", "voice-shout"]
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("WARNING")]
+    lines = [line for line in ended.stderr.splitlines() if " WARNING: " in line]
     files = [name for name in broken if not name.endswith("_meta.yaml")]
     left_out = [name for name in files for line in lines if name in line and reasons.get(name, "left out") in line]
     assert left_out == files, ended.stderr
@@ -229,7 +229,11 @@ async def test_an_output_schema_of_a_binding_is_of_what_the_function_returns(
 
 
 ENTRIES = {
-    "m.lazy": ({"target": "_several:lazily", **SCHEMAS}, "_several:lazily is a generator function"),
+    "m.lazy": ({"target": "_several:lazily", **SCHEMAS}, "lazily() is a generator function, which has no result"),
+    "m.other": (
+        {"target": "_several:count", **SCHEMAS, "input_schema": {"properties": {"n": {}, "m": {}}}},
+        "its input_schema names what count() does not take: got an unexpected keyword argument 'm'",
+    ),
     "m.bare": ({"target": "_several:count"}, "target function lacks complete type hints"),
     "m.half": ({"target": "_several:count", "input_schema": {}}, "requires both 'input_schema' and 'output_schema'"),
     "m.both": ({"target": "_several:count", "auto_schema": True, **SCHEMAS}, "specifies multiple schema modes"),
@@ -239,7 +243,7 @@ ENTRIES = {
     "m.none": ({"target": "_several:nothing", **SCHEMAS}, "Cannot find callable 'nothing'"),
     "m.display": ({"target": "_several:count", "display": {}}, "Unknown binding entry keys: ['display']"),
     "m.aimless": (SCHEMAS, "Binding entry missing 'target'"),
-    "number 11": (["m.list"], "Each binding entry must be a mapping"),
+    "number 12": (["m.list"], "Each binding entry must be a mapping"),
 }
 
 
@@ -510,6 +514,10 @@ FINDINGS = {
     "no version": (
         {"m.binding.yaml": bound("m.a", "os.path:join", **SCHEMAS).replace('"spec_version": "1.0", ', "")}, ["m.a"],
         "m.binding.yaml: spec_version missing; defaulting to '1.0'",
+    ),
+    "generator function": (
+        {"m.py": FUNCTION.format("m.a", "lazy").replace("return", "yield")}, [],
+        "m.py: function f is left out: TypeError: f() is a generator function, which has no result: return a list",
     ),
     "line": (
         {"m.py": "def f():\n    return 1 / 0\n\nf()\n"}, [],
@@ -866,6 +874,66 @@ async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following
         await wait_until_shown(following, shown)
         write(kept, "mended")
         await wait_until_shown(following, {**shown, "stays.kept": "mended"})
+
+
+def test_a_binding_is_loaded_again_with_the_file_of_its_schemas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when that file comes and goes; and a change of it alone is believed once two looks agree, too."""
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0)
+    schemas = tmp_path / "schemas" / "join.yaml"
+    (tmp_path / "join.binding.yaml").write_text(bound("m.join", "os.path:join", schema_ref="schemas/join.yaml"))
+    registry = discover(tmp_path)
+    loaded: list[str] = []
+    registry.on("register", lambda module_id, _: loaded.append(module_id))
+    schemas.parent.mkdir()
+    for count, description in enumerate(("one", "two", None, "three"), 1):
+        if description is None:
+            schemas.unlink()
+        else:
+            schemas.write_text(json.dumps({"input_schema": {"description": description}}))
+        for _ in range(4):
+            core._files_of(registry).update()
+        definition = registry.get_definition("m.join")
+        assert (definition and definition.input_schema["description"]) == description
+        assert len(loaded) == min(count, 2) + (count == 4)
+
+
+@pytest.mark.parametrize(
+    ("roots", "mapped", "module_ids"),
+    [
+        (["a"], {}, ["sell", "shop.find"]),
+        (["a"], {"shop/find.py": "orders.find"}, ["orders.find", "sell"]),
+        (["a", "b"], {}, ["a.sell", "a.shop.find", "b.sell"]),
+        (["a", {"root": "b", "namespace": "beta"}], {}, ["a.sell", "a.shop.find", "beta.sell"]),
+        ([{"root": "a", "namespace": "alpha"}], {"sell.py": "alpha.buy"}, ["alpha.buy", "alpha.shop.find"]),
+        (["a", "linked"], {}, ["a.sell", "a.shop.find", "linked.sell"]),
+    ],
+    ids=str,
+)
+def test_a_file_has_the_id_that_apcores_own_discovery_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: list[Any], mapped: dict[str, str], module_ids: list[str]
+) -> None:
+    """With an ID map, namespaces and several folders, one of them a link; and it keeps that ID when it changes."""
+    monkeypatch.setattr(core, "_LOOK_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/sell.py", "a/shop/find.py", "b/sell.py"):
+        write(tmp_path / name, "old")
+    (tmp_path / "linked").symlink_to("b")
+    mappings = [{"file": file, "id": module_id} for file, module_id in mapped.items()]
+    (tmp_path / "ids.yaml").write_text(json.dumps({"mappings": mappings}))
+    registries = [Registry(extensions_dirs=roots, id_map_path="ids.yaml") for _ in range(2)]
+    registries[0].discover()
+    for registry in registries:
+        core._files_of(registry).update()
+        assert registry.list() == module_ids
+    for name in ("a/sell.py", "a/shop/find.py", "b/sell.py"):
+        write(tmp_path / name, "new")
+    for registry in registries:
+        core._files_of(registry).update()
+        core._files_of(registry).update()
+        assert [registry.get_definition(each).description for each in registry.list()] == ["new"] * len(module_ids)
+        assert registry.list() == module_ids
 
 
 async def test_whom_a_registry_asks_before_a_file_runs_is_asked_and_may_forbid_it(tmp_path: Path) -> None:
