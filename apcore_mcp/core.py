@@ -2919,7 +2919,7 @@ class _Call:
         self._keys: set[str] = set()  # of all questions that it has asked
         self._turn = asyncio.Event()  # set when it may have something to answer the request with
         self._unsent: Future[None] | None = None  # the last report from another loop
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
 
     def attach(self, ctx: RequestContext) -> None:
         """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
@@ -2998,12 +2998,12 @@ class _Call:
         limit = None if total is None else float(total)
         if limit is not None and not math.isfinite(limit):  # JSON has no such number
             limit = None
-        if asyncio.get_running_loop() is self._loop:
+        if asyncio.get_running_loop() is self.loop:
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
                 await self.session.report_progress(number, limit, message and _text_of(message))
         elif self._unsent is None or self._unsent.done():
-            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self._loop)
+            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self.loop)
             # So that reports arrive in order, and before the result; while one is still to be sent, others are dropped.
             # After a second the module goes on: the server's loop may be standing still, in an async module that waits
             # for a synchronous `executor.call()`.
@@ -3013,9 +3013,9 @@ class _Call:
         self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
     ) -> JSONObject | None:
         """Ask the user who made the call, as `elicit()` says."""
-        if asyncio.get_running_loop() is not self._loop:
+        if asyncio.get_running_loop() is not self.loop:
             work = self.elicit(message, requested_schema, key)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         form = _form(requested_schema)
         message = _text_of(message)
         if not self.can_ask or self.calls is None:
@@ -3027,9 +3027,9 @@ class _Call:
         key = self._unused(key or "input")
         answer: asyncio.Future[Any]
         if self.parks:
-            answer = self._loop.create_future()
+            answer = self.loop.create_future()
         else:
-            answer = self._loop.create_task(self.session.elicit_form(message, form, self._request_id))
+            answer = self.loop.create_task(self.session.elicit_form(message, form, self._request_id))
         answer.add_done_callback(_silence)
         self.questions[key] = _Question(_elicitation(message, form), answer)
         self._turn.set()
@@ -3122,21 +3122,20 @@ def _call_of(context: Context[Any]) -> _Call | None:
     return context.data.get(_CALL_KEY) or _CURRENT.get()
 
 
-_THREADS_MAX = 256
+_THREADS_MAX = 256  # so that slow modules leave room for others
 
 
 class _DaemonThreads(ThreadPoolExecutor):
     """Threads that do not keep the process alive: a ThreadPoolExecutor's own are joined at its exit. Each call has the
     context variables of its task.
 
-    There may be 256, so that slow calls leave room for others. They end with the process, as the servers in it share
-    them. Any thread may submit."""
+    At most `limit` are started. They end with the process, as the servers in it share them. Any thread may submit."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float) -> None:
         super().__init__()
         self._calls = queue.SimpleQueue[Any]()
         self._idle = threading.Semaphore(0)  # counts the threads that wait for a call
-        self._unstarted = _THREADS_MAX  # how many threads may still be started
+        self._unstarted = limit  # how many threads may still be started
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
@@ -3165,8 +3164,11 @@ class _Threads:
     where modules are stuck in all of theirs, apcore still runs the hooks of middleware in the loop's."""
 
     def __init__(self) -> None:
-        self.of_modules = _DaemonThreads()
-        self.of_loops = _DaemonThreads()
+        self.of_modules = _DaemonThreads(_THREADS_MAX)
+        # Without a limit of their own: each has a caller that holds a thread while it waits. Callers that held all
+        # threads would wait for one for ever.
+        self.of_inner_modules = _DaemonThreads(math.inf)
+        self.of_loops = _DaemonThreads(_THREADS_MAX)
 
 
 _THREADS: dict[int, _Threads] = {}  # by process: one that is forked has none of its parent's threads
@@ -3383,7 +3385,11 @@ class _RunningModule(_ModuleView):
             if inspect.iscoroutinefunction(execute):
                 return await execute(inputs, context)
             # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
-            return await asyncio.get_running_loop().run_in_executor(_threads().of_modules, execute, inputs, context)
+            loop = asyncio.get_running_loop()
+            call = _call_of(context)
+            has_sync_caller = call is not None and call.loop is not loop  # `Executor.call()` runs one of its own
+            threads = _threads().of_inner_modules if has_sync_caller else _threads().of_modules
+            return await loop.run_in_executor(threads, execute, inputs, context)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:

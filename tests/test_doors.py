@@ -677,6 +677,19 @@ async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mo
         await asyncio.gather(*calls)
 
 
+async def test_sync_modules_that_have_taken_all_threads_can_call_others() -> None:
+    all_run = threading.Barrier(256)
+
+    def outer(inputs: dict[str, Any], context: Any) -> Any:
+        all_run.wait(20)
+        return context.executor.call("inner", {}, context)
+
+    with serving(registry_of({"outer": outer, "inner": echo}), transport="sse") as url:  # one connection for all
+        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+            results = await asyncio.gather(*(client.session.call_tool("outer", {}) for _ in range(256)))
+    assert {text_of(result) for result in results} == {"{}"}
+
+
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
 def test_the_start_is_logged_and_so_is_what_is_unusual_about_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
