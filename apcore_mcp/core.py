@@ -3343,6 +3343,8 @@ class _Function:
             return inputs
         values = {name: value for name, value in inputs.items() if name not in names.values()}
         for name in names:
+            if name in values:  # or a client could send what nothing has validated
+                raise TypeError(f"{name} is sent as {names[name]}")
             if name in model.model_fields_set or name in self._signature.filled:
                 values[name] = vars(model)[name]
         return values
