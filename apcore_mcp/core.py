@@ -3179,69 +3179,66 @@ def _threads() -> _Threads:
     return _THREADS.get(os.getpid()) or _THREADS.setdefault(os.getpid(), _Threads())
 
 
-# The JSON schemas of models that pydantic's own method writes; nothing is kept of a class that is gone.
-_MODEL_SCHEMAS = weakref.WeakKeyDictionary[type[BaseModel], JSONSchema]()
+class _View:
+    """Something as apcore's steps see it: everything is its own but what a subclass says."""
+
+    def __init__(self, viewed: Any) -> None:
+        self.viewed = viewed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.viewed, name)
+
+
+# What apcore's redaction has to know of a schema; nothing is kept of a class that is gone.
+_REDACTED_BY = weakref.WeakKeyDictionary[Any, JSONSchema]()
 _PYDANTICS_METHOD = cast(Any, BaseModel.model_json_schema).__func__
 
 
-class _ModelView:
-    """A pydantic model as apcore's steps see it: its JSON schema is at hand, and everything else is the model's own.
+class _SchemaView(_View):
+    """A module's schema as apcore's steps see it, which ask for it as JSON to redact what hooks may log.
 
-    To redact what hooks may log, apcore asks for that schema three times in every call (0.32), and pydantic writes it
-    anew each time: without this, that is two thirds of what a call with ten fields costs."""
-
-    def __init__(self, model: type[BaseModel]) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    They do so three times in every call (0.32): pydantic writes it anew each time, and then all of it is prepared for
+    references and marks to be looked up. That is most of what a call with ten fields costs. Here it is at hand, and
+    empty where it marks nothing, as all that it says else is not read."""
 
     def model_json_schema(self, *arguments: Any, **options: Any) -> JSONSchema:
         if arguments or options:
-            return self._model.model_json_schema(*arguments, **options)
-        schema = _MODEL_SCHEMAS.get(self._model)
+            return cast(JSONSchema, self.viewed.model_json_schema(*arguments, **options))
+        schema = _REDACTED_BY.get(self.viewed)
         if schema is None:
-            schema = _MODEL_SCHEMAS[self._model] = self._model.model_json_schema()
+            schema = self.viewed.model_json_schema()
+            schema = _REDACTED_BY[self.viewed] = schema if _marks_sensitive(schema) else {}
         return schema
 
 
 def _view_of(schema: Any) -> Any:
-    """A module's schema as apcore's steps see it: a view of a pydantic model, and anything else as it is. A class that
-    writes its JSON schema itself may write another one each time."""
-    if isinstance(schema, _Model) and getattr(schema.model_json_schema, "__func__", None) is _PYDANTICS_METHOD:
-        return _ModelView(schema)
-    return schema
+    """A module's schema as apcore's steps see it: a view of a pydantic model, and of what apcore makes of a dict where
+    that says so much that a view costs less. A class that writes its JSON schema itself is left alone: it may write
+    another one each time."""
+    if isinstance(schema, _Model):
+        is_viewed = getattr(schema.model_json_schema, "__func__", None) is _PYDANTICS_METHOD
+    else:
+        is_viewed = type(schema).__module__ == Registry.__module__ and "properties" in schema.model_json_schema()
+    return _SchemaView(schema) if is_viewed else schema
 
 
-class _ModuleView:
-    """A module as those of apcore's steps see it that read its schemas; everything else is the module's own."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+class _ModuleView(_View):
+    """A module as those of apcore's steps see it that read its schemas."""
 
     @property
     def input_schema(self) -> Any:
-        return _view_of(self.module.input_schema)
+        return _view_of(self.viewed.input_schema)
 
     @property
     def output_schema(self) -> Any:
-        return _view_of(self.module.output_schema)
+        return _view_of(self.viewed.output_schema)
 
 
-class _RegistryView:
-    """A registry whose modules are views; everything else is the registry's own."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
+class _RegistryView(_View):
+    """A registry whose modules are views."""
 
     def get(self, *arguments: Any, **options: Any) -> _ModuleView | None:
-        module = self._registry.get(*arguments, **options)
+        module = self.viewed.get(*arguments, **options)
         return None if module is None else _ModuleView(module)
 
 
@@ -3381,7 +3378,7 @@ class _RunningModule(_ModuleView):
 
     async def execute(self, inputs: JSONObject, context: Context[Any]) -> Any:
         """Run the module as apcore does: a coroutine in this task, any other function in a thread."""
-        execute = _execute_of(self.module)
+        execute = _execute_of(self.viewed)
         self._task = asyncio.current_task()
         try:
             if inspect.iscoroutinefunction(execute):
@@ -3409,18 +3406,7 @@ class _ModuleStep(BaseStep):
     it does what apcore's does, and the steps around it always see the module itself."""
 
     def __init__(self, step: BaseStep) -> None:
-        super().__init__(
-            step.name,
-            step.description,
-            removable=step.removable,
-            replaceable=step.replaceable,
-            match_modules=step.match_modules,
-            ignore_errors=step.ignore_errors,
-            pure=step.pure,
-            timeout_ms=step.timeout_ms,
-            requires=step.requires,
-            provides=step.provides,
-        )
+        vars(self).update(vars(step))  # its name, its time limit and the like
         self._step = step
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
@@ -3436,11 +3422,7 @@ class _ModuleStep(BaseStep):
 
     async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
         ctx.module = _ModuleView(module)
-        try:
-            return await self._step.execute(ctx)
-        except TypeError:  # a later apcore may ask `issubclass()` of a model, which a view of one is not
-            ctx.module = module
-            return await self._step.execute(ctx)
+        return await self._step.execute(ctx)
 
 
 class _ModuleLookup(_ModuleStep):
@@ -3464,11 +3446,9 @@ class _ModuleLookup(_ModuleStep):
             return await self._step.execute(ctx)
         try:
             return await self._lookup.execute(ctx)
-        except TypeError:  # a later apcore, as in `_ModuleStep`
-            return await self._step.execute(ctx)
         finally:
             if isinstance(ctx.module, _ModuleView):
-                ctx.module = ctx.module.module
+                ctx.module = ctx.module.viewed
             if ctx.module is not None:
                 call.record(ctx.module)
 

@@ -518,6 +518,11 @@ class Writing(BaseModel):
 HOME = {"street": "x", "code": "9"}
 ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": {**HOME}}}
 DATED = {"type": "object", "properties": {"on": {"type": "string", "format": "date"}}}
+ODD = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/places/0"}, "b": {"type": "array", "prefixItems": [{"$ref": "#/places/0"}]}},
+    "places": [{"type": "string", "x-sensitive": True}],
+}
 CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-model": (Account, ACCOUNT),
     "too-short": (Account, {**ACCOUNT, "name": "A"}),
@@ -526,6 +531,10 @@ CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
     "an-alias": (Aliased, {"cardNumber": "4000"}),
     "its-own-schema": (Writing, {"text": "x"}),
     "a-dict": (SECRETIVE, {"token": "abc"}),
+    "no-mark": (create_model("Unmarked", password=(str, ...), day=(str, "")), {"password": "x"}),
+    "no-mark-in-a-dict": ({"type": "object", "properties": {"api_key": {}}}, {"api_key": "x", "b": [1]}),
+    "nothing-said": ({"type": "object"}, {"token": "abc", "n": 1}),
+    "a-mark-in-an-odd-place": (ODD, {"a": "x", "b": ["y", 1]}),
     "of-a-loader": (SchemaLoader(Config()).generate_model(DATED, "Dated"), {"on": "no date"}),
 }
 
@@ -546,15 +555,24 @@ class Spy(Middleware):
         self.seen.append(("error", inputs, str(error), context.redacted_inputs))
 
 
+class Changing(Spy):
+    """Changes the arguments where they stand."""
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        super().before(module_id, {**inputs}, context)
+        inputs["token"] = f"{inputs.get('token')}!"
+
+
+@pytest.mark.parametrize("spy_class", [Spy, Changing])
 @pytest.mark.parametrize(("schema", "arguments"), CALLED.values(), ids=CALLED.keys())
 async def test_a_call_is_validated_and_redacted_as_by_the_executor_alone(
-    schema: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+    schema: Any, arguments: dict[str, Any], spy_class: type[Spy], caplog: pytest.LogCaptureFixture
 ) -> None:
-    spy = Spy()
+    spy = spy_class()
     registry = registry_of({"echo": FunctionalModule(echo, input_schema=schema, output_schema=schema)})
     executor = Executor(registry, middlewares=[spy])
     with contextlib.suppress(SchemaValidationError):
-        await executor.call_async("echo", arguments)
+        await executor.call_async("echo", {**arguments})
     alone = spy.seen[:]
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("apcore.")]
     spy.seen.clear()
