@@ -110,7 +110,6 @@ from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
 from jsonschema.validators import extend
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -744,6 +743,18 @@ def _is_valid(value: Any, schema: JSONSchema) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
 
+def _suits(value: Any, schema: JSONSchema) -> bool:
+    """Whether `value`, without what is in it, is of the types and the constants of `schema`."""
+    types = _types(schema)
+    if types and not any(Draft202012Validator.TYPE_CHECKER.is_type(value, name) for name in types):
+        return False
+    if "const" in schema and value != schema["const"]:
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    return value is not None or "not" not in schema or not _is_valid(None, schema["not"])
+
+
 def _nullable(schema: JSONSchema) -> JSONSchema:
     """`schema`, changed to accept null as well."""
     if schema.keys() & _CONSTRAINTS == {"anyOf"} and {"type": "null"} in schema["anyOf"]:
@@ -796,30 +807,48 @@ def _part_schemas(schemas: Iterable[JSONSchema], step: str | int) -> Iterator[JS
             yield from _branches(schema, _OTHER_PROPERTIES)
 
 
-def _redact(value: Any, *marks: JSONSchema, hides_unknown: bool = False) -> Any:
+def _admits(schema: JSONSchema, value: Any) -> bool:
+    """Whether `schema` takes `value` with whatever is in it: it says nothing of the parts of such an object or list, or
+    lets the object have any others."""
+    alternatives = _branches(schema, ["anyOf", "oneOf"])
+    if alternatives and "properties" not in schema:  # or they say more of the same object: what is required, say
+        return any(_admits(alternative, value) for alternative in alternatives)
+    if not _suits(value, schema) or not all(_admits(part, value) for part in _branches(schema, ["allOf"])):
+        return False
+    if isinstance(value, list):
+        return not schema.keys() & {"items", "prefixItems", "unevaluatedItems"}
+    if isinstance(value, dict) and (schema.keys() & _OTHER_PROPERTIES or "properties" in schema):
+        return schema.get("additionalProperties") is True or schema.get("unevaluatedProperties") is True
+    return "properties" not in schema
+
+
+def _redact(value: Any, *marks: JSONSchema, forms: Sequence[JSONSchema] | None = None) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, from `_marks`, marks.
 
-    With `hides_unknown`, a value is hidden too where `marks` mark something beside it and do not know it: a model may
-    take a secret under a name or in a form that its schema does not say. It only looks where there are marks. Not by
-    `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`) and by default blanks
-    innocent keys that contain a word: "author", "tokens_used"."""
+    With `forms`, the schemas that the marks were made of, a value is hidden too where something beside it is marked and
+    none of them names or admits it: a model may take a secret in a form that its schema does not say. It only looks
+    where there are marks. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
+    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
     applied = [mark for mark in _in_place(*marks) if mark]
     if value is None or not applied:
         return value
     if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
+    hides_unknown = forms is not None and not any(_admits(form, value) for form in forms)
+    if not isinstance(value, dict | list):
+        return REDACTED_VALUE if hides_unknown else value
+    places = [*_in_place(*forms or ())]
 
     def redact_part(step: str | int, part: Any) -> Any:
         part_marks = [*_part_schemas(applied, step)]
-        if hides_unknown and not part_marks:
+        part_forms = [*_part_schemas(places, step)]
+        if hides_unknown and not part_marks and not part_forms:
             return REDACTED_VALUE
-        return _redact(part, *part_marks, hides_unknown=hides_unknown)
+        return _redact(part, *part_marks, forms=None if forms is None else part_forms)
 
     if isinstance(value, list):
         return [redact_part(index, item) for index, item in enumerate(value)]
-    if isinstance(value, dict):
-        return {name: redact_part(name, item) for name, item in value.items()}
-    return REDACTED_VALUE if hides_unknown else value
+    return {name: redact_part(name, item) for name, item in value.items()}
 
 
 # ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
@@ -2580,18 +2609,6 @@ def _drop_nulls(value: Any, schema: JSONSchema, in_union: bool = False) -> tuple
     return value, fits
 
 
-def _suits(value: Any, schema: JSONSchema) -> bool:
-    """Whether `value`, without what is in it, is of the types and the constants of `schema`."""
-    types = _types(schema)
-    if types and not any(Draft202012Validator.TYPE_CHECKER.is_type(value, name) for name in types):
-        return False
-    if "const" in schema and value != schema["const"]:
-        return False
-    if "enum" in schema and value not in schema["enum"]:
-        return False
-    return value is not None or "not" not in schema or not _is_valid(None, schema["not"])
-
-
 def _drop_nulls_in_union(value: Any, schema: JSONSchema, branches: list[JSONSchema]) -> tuple[Any, bool]:
     """Read `value` by the first of `branches`, a union inside `schema`, that accepts it and knows every name in it."""
     for branch in branches:
@@ -3573,15 +3590,20 @@ def _approval_question(request: ApprovalRequest) -> str:
     model: Any = getattr(module, "input_schema", None)
     is_model = isinstance(model, _Model)
     if is_model:
-        schemas.append(_schema_by_names(model))
+        schemas.append(TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AllSpellings))
+    forms = [_inlined_or_marked(schema) for schema in schemas if _marks_sensitive(schema)]
     arguments = json.loads(json.dumps(request.arguments, default=_argument_as_json))
-    shown = _redact(arguments, *map(_marks_or_all, schemas), hides_unknown=is_model)
+    shown = _redact(arguments, *map(_marks, forms), forms=forms if is_model else None)
     if shown == REDACTED_VALUE:  # the schema as a whole is marked
         shown = dict.fromkeys(arguments, shown)
-    known = [name for schema in schemas for name in _properties(schema) if name in shown]
+    named = [*itertools.chain.from_iterable(map(_names_at_root, schemas))]
+    known = [name for name in dict.fromkeys(named) if name in shown]
     names = [*dict.fromkeys([*known, *shown])]
+    names_any = bool(named) or any("properties" in schema for schema in schemas)  # or all names are equal
     lines.append("Arguments:" if names else "Arguments: none")
-    for name in names[:_SHOWN_ARGUMENTS]:
+    for index, name in enumerate(names[:_SHOWN_ARGUMENTS]):
+        if index == len(known) and names_any:
+            lines.append("(the module's schema does not name these:)")
         label = name if name.isascii() and name.isidentifier() and len(name) <= 100 else _written(name)
         lines.append(f"- {label}: {_shortened(_written(shown[name]), _SHOWN_CHARACTERS)}")
     if len(names) > _SHOWN_ARGUMENTS:
@@ -3589,25 +3611,63 @@ def _approval_question(request: ApprovalRequest) -> str:
     return "\n".join(lines)
 
 
-def _marks_or_all(schema: JSONSchema) -> JSONSchema:
-    """The marks of `schema`; of one that marks something and refers to itself, the whole is marked."""
+def _inlined_or_marked(schema: JSONSchema) -> JSONSchema:
+    """`schema` without references; where that cannot be, as it refers to itself, one that marks the whole."""
     try:  # as a model's: a pattern that Python cannot compile hides nothing
-        return _marks(_SchemaConverter(BaseModel).inline(schema)) if _marks_sensitive(schema) else {}
+        return _SchemaConverter(BaseModel).inline(schema)
     except (ValueError, KeyError):
         return {"x-sensitive": True}
 
 
-def _schema_by_names(model: type[BaseModel]) -> JSONSchema:
-    """The schema of a model by the names of its fields and by other choices of an alias: a caller may write either, and
-    apcore describes it by one alias."""
-    schema = TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AnySchema)
-    properties = _properties(schema)
-    for name, field in model.model_fields.items():
-        if name in properties and isinstance(field.validation_alias, AliasChoices):
-            for choice in field.validation_alias.choices:
-                if isinstance(choice, str):
-                    properties.setdefault(choice, properties[name])
-    return schema
+def _names_at_root(schema: JSONSchema) -> Iterator[str]:
+    """The properties that `schema` names, also in branches and behind references."""
+    resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
+    pending = [schema]
+    followed = set()
+    while pending:
+        part = pending.pop(0)
+        yield from _properties(part)
+        pending += _branches(part, _IN_PLACE)
+        ref = part.get("$ref")
+        if ref is not None and ref not in followed:
+            followed.add(ref)
+            with suppress(Unresolvable):
+                pending += [target for target in [resolver.lookup(ref).contents] if isinstance(target, dict)]
+
+
+class _AllSpellings(_AnySchema):
+    """Writes models with each field under its name and under all aliases: a caller may write either, and apcore
+    describes it by one of them. Of an alias that is a path, `AliasPath("login", 0)`, each step is a schema."""
+
+    def model_fields_schema(self, schema: Any) -> JSONSchema:
+        return self._spell(super().model_fields_schema(schema), schema["fields"])
+
+    def typed_dict_schema(self, schema: Any) -> JSONSchema:
+        return self._spell(super().typed_dict_schema(schema), schema["fields"])
+
+    def dataclass_args_schema(self, schema: Any) -> JSONSchema:
+        fields = {field["name"]: field for field in schema["fields"]}
+        return self._spell(super().dataclass_args_schema(schema), fields)
+
+    def _spell(self, json_schema: JSONSchema, fields: Mapping[str, Any]) -> JSONSchema:
+        properties = json_schema.get("properties", {})
+        for name, field in fields.items():
+            aliases = field.get("validation_alias", [])  # a text, a path or a list of paths
+            if isinstance(aliases, str):
+                aliases = [aliases]
+            if not all(isinstance(alias, list) for alias in aliases):
+                aliases = [aliases]
+            for first, *path in aliases:
+                spelled = copy.deepcopy(properties.get(name, {}))
+                for step in reversed(path):
+                    spelled = {"properties": {step: spelled}} if isinstance(step, str) else _at_index(step, spelled)
+                properties[first] = {"allOf": [properties[first], spelled]} if first in properties else spelled
+        return json_schema
+
+
+def _at_index(index: int, schema: JSONSchema) -> JSONSchema:
+    """What says `schema` of the item at `index` of a list; counted from its end, of any."""
+    return {"items": schema} if index < 0 else {"prefixItems": [*[{}] * index, schema]}
 
 
 def _argument_as_json(value: object) -> Any:
@@ -3616,7 +3676,7 @@ def _argument_as_json(value: object) -> Any:
         return "(cannot be shown)"
     plain = to_jsonable_python(value, bytes_mode="base64", fallback=str)
     if isinstance(value, BaseModel):
-        return _redact(plain, _marks_or_all(type(value).model_json_schema(mode="serialization")))
+        return _redact(plain, _marks(_inlined_or_marked(type(value).model_json_schema(mode="serialization"))))
     return plain
 
 
@@ -3627,8 +3687,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """Plain JSON as JSON text for a person. Characters that cannot be seen, or move what can, are escaped, and a long
-    text is without its middle."""
+    """Plain JSON as JSON text for a person, of which all can be seen. A long text is without its middle."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_written(name)}: {_written(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):
@@ -3636,8 +3695,45 @@ def _written(value: Any) -> str:
     if isinstance(value, str) and len(value) > _SHOWN_TEXT_CHARACTERS:
         # Each half in quotes of its own, so that no text can say this of itself.
         return _shortened(value, _SHOWN_TEXT_CHARACTERS, _written)
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+    return _visible(json.dumps(value, ensure_ascii=False))
+
+
+# What `str.isprintable()` takes for visible and is not: fillers of Hangul and Khitan, Khmer's inherent vowels,
+# variation selectors, the grapheme joiner, and the blanks of Braille, of hieroglyphs and of notes.
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U00013441\U00013442\U00016fe4\U0001d159\U000e0100-\U000e01ef]"
+)
+_OVERLAY = 1  # the combining class of what is drawn over a letter, as U+0336, which strikes it out
+_ACCENTS_MAX = 6  # on one letter; more of them reach over other lines
+
+
+def _visible(text: str) -> str:
+    """`text` with JSON's escapes for what cannot be seen, moves what can, or is drawn over it.
+
+    Letters of all scripts stay, with their accents, and emoji: so does U+FE0F behind a symbol, which makes it one. What
+    joins several emoji to one (U+200D) is escaped, so that all of them are seen."""
+    if text.isascii() and text.isprintable():
+        return text
+    written = []
+    accents = 0
+    before = ""  # the kind of the character before, if that is not escaped
+    for char in text:
+        kind = unicodedata.category(char)
+        is_mark = kind.startswith("M")
+        accents = accents + 1 if is_mark else 0
+        if char == "\ufe0f":
+            is_visible = before == "So"
+        elif is_mark:
+            is_on_letter = before[:1] in ("L", "M", "N") and accents <= _ACCENTS_MAX
+            is_visible = is_on_letter and kind != "Me" and unicodedata.combining(char) != _OVERLAY
+        else:
+            is_visible = char.isprintable()
+        if char != "\ufe0f" and _BLANK.match(char):
+            is_visible = False
+        before = kind if is_visible else ""
+        written.append(char if is_visible else json.dumps(char)[1:-1])
+    return "".join(written)
 
 
 def _shortened(text: str, limit: int, write: Callable[[str], str] = str) -> str:

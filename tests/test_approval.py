@@ -17,11 +17,11 @@ from datetime import date
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
-from apcore import ACL, APCore, Config, Context, ExecutionPolicy, Executor, ModuleAnnotations
+from apcore import ACL, APCore, Config, Context, ExecutionPolicy, Executor, FunctionModule, ModuleAnnotations
 from apcore import Middleware as ExecutorMiddleware
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
@@ -32,11 +32,25 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
 from mcp_types import ElicitResult, InputRequiredResult, ListRootsResult
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
+from pydantic.dataclasses import dataclass
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import DENIED, UNASKED, Wire, accept, ask, asking, client_of, guarded, messages_logged, modern, text_of
+from support import (
+    DENIED,
+    REDACTED,
+    UNASKED,
+    Wire,
+    accept,
+    ask,
+    asking,
+    client_of,
+    guarded,
+    messages_logged,
+    modern,
+    text_of,
+)
 
 from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
 
@@ -525,6 +539,7 @@ async def questions_of(*calls: tuple[Any, dict[str, Any]]) -> list[str]:
         return {}
 
     arguments, asked = asking(REFUSE)
+    arguments["input_required_max_rounds"] = len(calls)
     async with connect({"call": call}, client=arguments) as client, asyncio.timeout(20):
         assert not (await client.call_tool("call")).is_error
     assert len(asked) == len(calls)
@@ -536,8 +551,11 @@ async def shown(*calls: tuple[Any, dict[str, Any]]) -> list[list[str]]:
     return [question.partition("\nArguments:\n")[2].splitlines() for question in await questions_of(*calls)]
 
 
+UNNAMED = "(the module's schema does not name these:)"
+
+
 def named(lines: list[str]) -> dict[str, str]:
-    return dict(line.removeprefix("- ").split(": ", 1) for line in lines)
+    return dict(line.removeprefix("- ").split(": ", 1) for line in lines if line != UNNAMED)
 
 
 async def test_the_question_is_for_people() -> None:
@@ -600,6 +618,88 @@ async def test_no_argument_forges_a_line_or_turns_around_what_is_read() -> None:
         assert json.loads(deep.removeprefix("- deep: ")) == [{text: text}]
 
 
+UNSEEN = (
+    "\u3164\u115f\u1160\uffa0\u2800\u034f\u17b4\u17b5\u180b\u180f\ufe00\ufe0e\ufe0f\U000e0100\U000e01ef\U00016fe4\U0001d159"
+    "\u0334\u0336\u0338\u0488\u0489\u20d2\u20dd\u20e3\u20e5\u00ad\u200b\u200c\u200d\u2060\u3000\U000e0041"
+)
+SEEN = [
+    "Zoë, naïve, Đặng Thị, mañana, Ångström",
+    "e\u0301 n\u0303 a\u0323\u0302 \u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd",
+    "東京 서울 ไทยน้ำ हिन्दी தமிழ் ខ្មែរ မြန်မာ العَرَبِيَّة ελληνικά հայերեն ქართული አማርኛ བོད་སྐད།",
+    "😀 👍🏽 🇪🇺 ❤\ufe0f ⚠\ufe0f √ € № ½ ± ™",
+]
+
+
+async def test_what_cannot_be_seen_is_escaped_and_what_people_write_is_not() -> None:
+    """Fillers, blanks, selectors and overlays, behind a letter, behind a digit and alone; and accents that no letter
+    carries, or too many for one."""
+    hidden = [text for char in UNSEEN for text in (f"a{char}b", f"1{char}", char, f"❤{char}{char}")]
+    hidden += ["\u0301a", "(\u0301", "e" + "\u0301" * 50]
+    (lines, readable) = await shown((guarded([]), {"t": hidden}), (guarded([]), {"t": SEEN}))
+    written = lines[0].removeprefix("- t: ")
+    assert json.loads(written) == hidden
+    assert not set(written.replace("❤\ufe0f", "")) & set(UNSEEN)
+    assert written.count("\u0301") == 6
+    assert readable == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
+
+
+async def test_arguments_that_the_schema_does_not_name_stand_behind_a_line_that_says_so() -> None:
+    class Disk(BaseModel):
+        disk: str
+        model_config = ConfigDict(extra="allow")
+
+    class Nothing(BaseModel):
+        pass
+
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (guarded([], input_schema=Disk), {"dry_run": True, "disk": "sda"}),
+        (guarded([], input_schema=Nothing), {"dry_run": True}),
+        (guarded([]), {"dry_run": True}),
+        (guarded([], input_schema=Disk), {"disk": "sda"}),
+    ]
+    assert await shown(*calls) == [
+        ['- disk: "sda"', UNNAMED, "- dry_run: true"],
+        [UNNAMED, "- dry_run: true"],
+        ["- dry_run: true"],  # a schema that names nothing
+        ['- disk: "sda"'],
+    ]
+
+
+def fields(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+class Copy(BaseModel):
+    source: str
+    model_config = ConfigDict(extra="allow")
+
+
+class Remove(BaseModel):
+    target: str
+    model_config = ConfigDict(extra="allow")
+
+
+PATHS: dict[str, tuple[Any, str]] = {
+    "union": (RootModel[Copy | Remove], "target"),
+    "reference": (RootModel[Remove], "target"),
+    "allOf": ({"type": "object", "allOf": [fields(), fields(target={})]}, "target"),
+    "nested": ({"type": "object", "anyOf": [{"allOf": [{"if": {}, "then": fields(target={})}]}]}, "target"),
+    "definition": ({"type": "object", "allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": fields(target={})}}, "target"),
+    "recursive": (
+        {"type": "object", "$ref": "#/$defs/a", "$defs": {"a": fields(target={}, below={"$ref": "#/$defs/a"})}},
+        "target",
+    ),
+}
+
+
+async def test_what_any_part_of_the_root_names_comes_before_everything_else() -> None:
+    """A hundred other arguments take no place of the one that counts."""
+    others = {f"a{n}": n for n in range(100)}
+    calls = [(guarded([], input_schema=schema), {**others, name: "/home"}) for schema, name in PATHS.values()]
+    for case, lines in zip(PATHS, await shown(*calls), strict=True):
+        assert lines[:2] == ['- target: "/home"', UNNAMED], case
+
+
 async def test_a_question_has_a_bound_and_says_what_it_leaves_out() -> None:
     """What the schema names comes first, wherever the caller puts it, and no argument takes another's room."""
     schema = {"type": "object", "properties": {"path": {"type": "string"}, "notes": {}}}
@@ -611,15 +711,11 @@ async def test_a_question_has_a_bound_and_says_what_it_leaves_out() -> None:
     written = json.dumps(many["notes"])
     left_out = f" (characters left out: {len(written) - 5_000:,}) "
     assert lines[1] == f"- notes: {written[:2_500]}{left_out}{written[-2_500:]}"
-    assert (len(lines), lines[-1]) == (101, "(arguments left out: 4,902)")
+    assert (len(lines), lines[2], lines[-1]) == (102, UNNAMED, "(arguments left out: 4,902)")
 
 
 SECRET = {"type": "string", "x-sensitive": True}
 HIDDEN = '"***REDACTED***"'
-
-
-def fields(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
 
 
 DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
@@ -719,6 +815,129 @@ async def test_what_a_model_marks_is_hidden_in_every_form_and_what_it_names_is_s
     assert dict(zip(MODELS, map(named, lines), strict=True)) == {case: shows for case, (_, shows) in MODELS.items()}
 
 
+class Card(BaseModel):
+    number: str = Field(json_schema_extra={"x-sensitive": True})
+    holder: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_text(cls, value: Any) -> Any:
+        return dict(zip(("holder", "number"), value.split(":"), strict=True)) if isinstance(value, str) else value
+
+
+class Person(BaseModel):
+    street: str
+
+
+class Bag(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
+
+
+class Spelled(BaseModel):
+    """Secrets under names of every kind, where any other argument is let in."""
+
+    pin: str = Field("", validation_alias=AliasChoices("pinCode", AliasPath("auth", "pin"), "code"), **MARK)
+    token: str = Field("", validation_alias=AliasPath("tokens", 1), **MARK)
+    last: str = Field("", validation_alias=AliasPath("keys", -1), **MARK)
+    word: str = Field("", alias="pass", **MARK)
+    note: str = Field("", alias="remark")
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+
+@dataclass
+class Entry:
+    """A dataclass of pydantic's has aliases, too."""
+
+    user: str
+    secret: Annotated[str, Field(validation_alias=AliasChoices("secret", "s3"), **MARK)] = ""
+
+
+class Tree(BaseModel):
+    name: str
+    key: str = Field("", **MARK)
+    children: list[Tree] = []
+
+
+class Pay(BaseModel):
+    to: str | Card = ""
+    any_of: Any | Card = None
+    many: list[str | Card] | Card = []
+    by: dict[str, str] | Card = {}
+    loose: dict[str, Any] | Card = {}
+    who: Card | Person | None = None
+    bag: Card | Bag | None = None
+    kind: Literal["me"] | Card = "me"
+    amount: int | Card = 0
+    spelled: Spelled | Bag | None = None
+    entry: Entry | str | None = None
+
+
+OPEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text": ({"to": "Eve"}, {"to": "Eve"}),
+    "its-other-form": ({"to": {"number": "s3cret", "holder": "Ada"}}, {"to": {"number": REDACTED, "holder": "Ada"}}),
+    "unknown": ({"to": {"number": "s3cret", "nr": "s3cret"}}, {"to": {"number": REDACTED, "nr": REDACTED}}),
+    "anything": ({"any_of": ["x", {"y": 1}]}, {"any_of": ["x", {"y": 1}]}),
+    "anything-as-object": ({"any_of": {"number": "s3cret", "y": 1}}, {"any_of": {"number": REDACTED, "y": 1}}),
+    "list": ({"many": ["x", {"number": "s3cret"}]}, {"many": ["x", {"number": REDACTED}]}),
+    "map": ({"by": {"number": "s3cret", "street": "x"}}, {"by": {"number": REDACTED, "street": "x"}}),
+    "open-map": ({"loose": {"a": {"b": 1}, "number": "s3cret"}}, {"loose": {"a": {"b": 1}, "number": REDACTED}}),
+    "branch": ({"who": {"street": "x"}}, {"who": {"street": "x"}}),
+    "open-branch": ({"bag": {"x": [1], "number": "s3cret"}}, {"bag": {"x": [1], "number": REDACTED}}),
+    "constant": ({"kind": "me"}, {"kind": "me"}),
+    "not-the-constant": ({"kind": "ada:s3cret"}, {"kind": REDACTED}),
+    "not-the-type": ({"amount": "ada:s3cret"}, {"amount": REDACTED}),
+    "number": ({"amount": 7}, {"amount": 7}),
+    "dataclass": ({"entry": {"user": "a", "s3": "s3cret"}}, {"entry": {"user": "a", "s3": REDACTED}}),
+    "dataclass-or-text": ({"entry": "x"}, {"entry": "x"}),
+    "choices": (
+        {"spelled": {"pinCode": "s3cret", "code": "s3cret", "pin": "s3cret", "auth": {"pin": "s3cret"}, "x": 1}},
+        {"spelled": {"pinCode": REDACTED, "code": REDACTED, "pin": REDACTED, "auth": {"pin": REDACTED}, "x": 1}},
+    ),
+    "path": (
+        {"spelled": {"tokens": ["a", "s3cret"], "keys": ["s3cret"], "pass": "s3cret", "word": "s3cret", "note": "n"}},
+        {"spelled": {"tokens": ["a", REDACTED], "keys": [REDACTED], "pass": REDACTED, "word": REDACTED, "note": "n"}},
+    ),
+}
+
+
+async def test_what_an_unmarked_form_of_a_model_admits_is_shown_and_no_secret_in_any_spelling() -> None:
+    calls = [(guarded([], input_schema=Pay), arguments) for arguments, _ in OPEN.values()]
+    for (case, (_, expected)), lines in zip(OPEN.items(), await shown(*calls), strict=True):
+        assert {name: json.loads(text) for name, text in named(lines).items()} == expected, case
+
+
+async def test_what_an_open_model_or_function_admits_is_shown_and_no_secret_in_any_spelling() -> None:
+    """At the root: `extra="allow"`, and a function's `**kwargs`."""
+
+    def pay(to: str, pin: Annotated[str, Field(**MARK)] = "", **more: Any) -> dict[str, Any]:
+        return {}
+
+    function = FunctionModule(pay, "files.write", annotations=ModuleAnnotations(requires_approval=True))
+    secrets = dict.fromkeys(("pin", "pinCode", "code", "word", "pass"), "s3cret")
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (guarded([], input_schema=Spelled), {**secrets, "auth": {"pin": "s3cret"}, "remark": "r", "x": {"y": [1]}}),
+        (function, {"to": "Eve", "pin": "s3cret", "x": {"y": [1]}}),
+        (guarded([], input_schema=RootModel[Card | Bag]), {"number": "s3cret", "x": {"y": [1]}}),
+    ]
+    first, second, third = [
+        {name: json.loads(text) for name, text in named(lines).items()} for lines in await shown(*calls)
+    ]
+    hidden = dict.fromkeys(secrets, REDACTED)
+    assert first == {**hidden, "auth": {"pin": REDACTED}, "remark": "r", "x": {"y": [1]}}
+    assert second == {"to": "Eve", "pin": REDACTED, "x": {"y": [1]}}
+    assert third == {"number": REDACTED, "x": {"y": [1]}}
+
+
+async def test_of_a_model_that_marks_something_and_refers_to_itself_everything_is_hidden() -> None:
+    """Nobody can say how deep its secrets lie."""
+    arguments = {"name": "root", "key": "s3cret", "children": [{"name": "leaf", "key": "s3cret"}]}
+    (lines,) = await shown((guarded([], input_schema=Tree), arguments))
+    assert named(lines) == dict.fromkeys(("name", "key", "children"), HIDDEN)
+
+
 async def test_a_model_that_marks_nothing_shows_whatever_it_is_called_with() -> None:
     """An alias called by its field's name, an argument that it does not know."""
 
@@ -727,7 +946,7 @@ async def test_a_model_that_marks_nothing_shows_whatever_it_is_called_with() -> 
         model_config = ConfigDict(populate_by_name=True)
 
     (lines,) = await shown((guarded([], input_schema=Shell), {"command": "rm -r /", "as": "root"}))
-    assert lines == ['- command: "rm -r /"', '- as: "root"']
+    assert lines == ['- command: "rm -r /"', UNNAMED, '- as: "root"']
 
 
 class Size(Enum):
