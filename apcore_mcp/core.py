@@ -47,6 +47,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -203,6 +204,7 @@ _APPROVAL_HELP = "ask the user, or refuse where the client cannot (require) or l
 _STATE_KEY_HELP = "secret of 32 bytes or more that --stateless servers share; rather by APCORE_MCP_STATE_KEY than here"
 _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; NAME:* for any port"
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
+_TASK_AFTER_HELP = "seconds until a call goes on as a task; without a number, only those of modules marked as long do"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
@@ -234,6 +236,7 @@ class _Options:
     on_shutdown: Callable[[], Any] | None = None
     dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
     timeout: float | None = _option(None, _TIMEOUT_HELP, type=float)
+    task_after: float | None = _option(5.0, _TASK_AFTER_HELP, type=float, nargs="?")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", _TOOL_NAMES_HELP, choices=("auto", "module-id", "portable"))
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
@@ -292,6 +295,8 @@ class _Options:
                 raise ValueError("state_key must be a secret of 32 bytes or more")
             if not self.stateless:
                 raise ValueError("state_key is for servers without sessions: it goes with stateless=True")
+        if self.task_after is not None and not 0 <= self.task_after < math.inf:
+            raise ValueError(f"task_after must be a number of seconds, or None; got {self.task_after}")
         if self.transport != "stdio":
             if not self.host:
                 raise ValueError("Host must not be empty")
@@ -930,6 +935,8 @@ class _AnnotationMapper:
         page = overlay.get("page")
         self.page = _text_of(page) if isinstance(page, str) else ""
         self.page_uri = f"ui://{descriptor.module_id}"
+        marks = (metadata.get("async"), self.annotations.extra.get("mcp_async"))
+        self.is_long = any(str(mark).lower() == "true" for mark in marks)  # runs for minutes, as its author says
         paragraphs = [overlay.get("description") or _description_of(descriptor, module)]
         advice = {"Guidance": overlay.get("guidance")}
         for title in _FOR_AGENTS:
@@ -2803,6 +2810,16 @@ _PARKED_MAX = 1_000
 _PARKED_BYTES_MAX = 2 * 2**20
 _TOO_MANY = "Too many calls, or too large ones, wait for their users' answers"
 
+_TASKS_EXTENSION = "io.modelcontextprotocol/tasks"
+_TASKS_MAX = 1_000
+_TASK_SECONDS = 3_600.0  # how long a task is kept once it has ended
+# How large what is kept may be as JSON, together and of each caller: the arguments of tasks that run, and the results
+# of what has ended without a request.
+_KEPT_BYTES_MAX = 64 * 2**20
+_KEPT_BYTES_OF_CALLER_MAX = 16 * 2**20
+_RESULT_BYTES = 6 * 2**20  # for which there must be room when a task begins
+_STATUS_CHARACTERS = 500
+
 
 def _texts_of(pattern: str) -> TypeAdapter[str]:
     """What accepts the texts that match `pattern`, by pydantic's engine: Python's `re`, which jsonschema asks, can take
@@ -2860,6 +2877,16 @@ def _accepted(answer: Any, form: JSONSchema) -> JSONObject | None:
             raise ValueError("More was chosen than there is")
     _AnswerValidator(form).validate(content)
     return content
+
+
+def _declares_tasks(ctx: RequestContext) -> bool:
+    """Whether the client says with this very request that it knows tasks."""
+    return _TASKS_EXTENSION in (getattr(ctx.session.client_capabilities, "extensions", None) or {})
+
+
+def _json_bytes(value: Any) -> int:
+    """How many bytes plain JSON takes."""
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _silence(future: asyncio.Future[Any]) -> None:
@@ -2925,11 +2952,15 @@ class _Call:
         self.has_forms = False  # whether the client shows its user forms
         self.may_go_unasked = True  # whether what needs approval may run if its user cannot be asked (`auto`)
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
-        self.calls: _Calls | None = None  # among which it waits for its user
+        self.calls: _Calls | None = None  # among which it runs
+        self.can_be_task = False  # whether a handle may answer that request, and the call goes on without one
+        self.kept: _Kept | None = None  # while no request waits for it
         self.is_refused = False  # whether it was ended as too many wait
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
         self.token = CancelToken()
         self.task: asyncio.Task[None] | None = None  # while it runs
+        self.status = ""  # what was last reported, for its task
+        self.changed = time.time()
         self.outcome: JSONObject | Exception | None = None
         self.progress = -math.inf  # the last number that was sent
         self._request_id: Any = None  # of the request that the call answers next
@@ -2949,6 +2980,7 @@ class _Call:
         self._request_id = ctx.request_id
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
+        self.can_be_task = self.parks and _declares_tasks(ctx)
         capability = getattr(ctx.session.client_capabilities, "elicitation", None)
         self.has_forms = bool(capability and (capability.form or not capability.url))  # `{}`: forms (MCP 2025-11-25)
         self.can_ask = self.has_forms and (self.parks or ctx.session.can_send_request)
@@ -2958,7 +2990,7 @@ class _Call:
     @functools.cached_property
     def size(self) -> int:
         """How many bytes its arguments take as JSON."""
-        return len(json.dumps(self.arguments, ensure_ascii=False).encode(errors="replace"))
+        return _json_bytes(self.arguments)
 
     def cancel(self) -> None:
         """End the call: its CancelToken tells code that looks at it, and its coroutines are cancelled."""
@@ -2966,11 +2998,26 @@ class _Call:
         if self.task is not None:
             self.task.cancel()
 
-    async def wait(self) -> None:
-        """Wait until the request can be answered: by the call's outcome, or from 2026-07-28 on by what it asks."""
-        while self.outcome is None and not (self.parks and self.questions):
-            self._turn.clear()
-            await self._turn.wait()
+    @property
+    def is_working(self) -> bool:
+        """Whether it has nothing to answer a request with: no outcome and, from 2026-07-28 on, no question."""
+        return self.outcome is None and not (self.parks and self.questions)
+
+    async def change(self) -> None:
+        """Wait until it may have stopped working, or has become a task."""
+        self._turn.clear()
+        await self._turn.wait()
+
+    def begin_task(self) -> bool:
+        """Go on as a task, if its client knows tasks and there is room for one more. Returns whether it does."""
+        if self.calls is not None and self.can_be_task and self.kept is None and self.is_working:
+            self.calls.keep_task(self)
+        return self.kept is not None and self.kept.is_task
+
+    def go_on_without_request(self, kept: _Kept) -> None:
+        self.kept = kept
+        self.session = None  # what is sent to a request after its answer is an error
+        self._turn.set()
 
     def answer(self, responses: Mapping[str, Any]) -> None:
         """Pass on what the client has answered, by the keys of the questions. Others than open ones are let pass."""
@@ -2978,6 +3025,7 @@ class _Call:
             answer = self.questions.pop(key).answer
             if not answer.done():  # it is when its time is over
                 answer.set_result(responses[key])
+        self.changed = time.time()
 
     def record(self, module: Any) -> None:
         """Note that a module takes part in this call, also where another module calls it.
@@ -2990,6 +3038,7 @@ class _Call:
         """Let the request be answered; nothing more is reported or asked. Tasks that the module has left running hold
         on to the call, so it lets go of what is large: its arguments, and what its user is asked and has answered."""
         self.outcome = outcome
+        self.changed = time.time()
         self.task = None
         self.arguments = {}
         self.modules.clear()
@@ -3016,6 +3065,10 @@ class _Call:
         if limit is not None and not math.isfinite(limit):  # JSON has no such number
             limit = None
         if asyncio.get_running_loop() is self.loop:
+            if self.can_be_task and math.isfinite(number):
+                parts = [f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}", _text_of(message or "")]
+                self.status = " ".join(filter(None, parts))[:_STATUS_CHARACTERS]
+                self.changed = time.time()
             if self.session is not None and self.progress < number < math.inf:
                 self.progress = number
                 await self.session.report_progress(number, limit, message and _text_of(message))
@@ -3049,6 +3102,7 @@ class _Call:
             answer = self.loop.create_task(self.session.elicit_form(message, form, self._request_id))
         answer.add_done_callback(_silence)
         self.questions[key] = _Question(_elicitation(message, form), answer)
+        self.changed = time.time()
         self._turn.set()
         timer = _call_later(_PARKED_SECONDS, answer.cancel)
         try:
@@ -3086,46 +3140,140 @@ class _Call:
         return unused
 
 
-class _Calls:
-    """The calls of one server: those that run, and those that are parked for their clients' retries.
+def _name_of(caller: Identity | None) -> str | None:
+    """Who a caller is, whatever roles a request gives him."""
+    return None if caller is None else caller.id
 
-    A call is parked under a state of 32 random bytes, from the answer that asks its user until the retry, for ten
-    minutes at most; if it ends meanwhile, its outcome waits for the retry. Only the caller who began a call can resume
-    it, and only once. At most 1,000 calls wait for their users, with 2 MiB of arguments in all, those of handshake
-    clients included. Event loop only."""
+
+@dataclasses.dataclass(eq=False)
+class _Kept:
+    """A call that goes on while no request waits for it: parked for its client's retry, or a task."""
+
+    call: _Call
+    is_task: bool
+
+    def __post_init__(self) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self.owner = _name_of(self.call.caller)
+        self.size = 0  # how many bytes of it count: a task's arguments while it runs, and any result
+        self.created = time.time()
+        self.timer: asyncio.TimerHandle | None = None  # that ends it
+        self.is_cancelled = False  # by its client
+        self.is_told = False  # whether its client has been told its outcome
+
+
+class _Calls:
+    """The calls of one server: those that run, and those that are kept while no request waits for them.
+
+    A call that asks its user is parked from that answer until its client's retry, for ten minutes at most, under a
+    state that is good for one retry. A task is kept until an hour after its end. What ends meanwhile waits with its
+    outcome. Only the caller who began a call comes by it again, and by its key, which cannot be guessed.
+
+    At most 1,000 calls wait for their users, with 2 MiB of arguments in all, those of handshake clients included. There
+    are at most 1,000 tasks. What these keep, and results, are bounded in bytes, together and for each caller: where
+    there is no room, results go that clients have been told, the oldest first; if that does not do, a call does not
+    become a task, and a result is an error that says so. Event loop only."""
 
     def __init__(self) -> None:
         self.running = set[_Call]()
-        self._parked: dict[str, tuple[_Call, asyncio.TimerHandle]] = {}
+        self._parked: dict[str, _Kept] = {}
+        self._tasks: dict[str, _Kept] = {}
+        self._sizes = Counter[str | None]()  # of what is kept, by its caller's name
 
     def may_wait(self, call: _Call) -> bool:
         """Whether this call may wait for its user, beside those that do."""
         waiting = {other for other in self.running if other.questions}
-        waiting.update(other for other, _ in self._parked.values())
+        waiting.update(kept.call for kept in self._parked.values())
         waiting.discard(call)
         size = call.size + sum(other.size for other in waiting if other.outcome is None)
         return len(waiting) < _PARKED_MAX and size <= _PARKED_BYTES_MAX
 
     def park(self, call: _Call) -> str:
         """Keep a call for its client's retry. Returns its state."""
-        state = secrets.token_urlsafe(32)
-        call.session = None  # what is sent to a request after its answer is an error
-        self._parked[state] = call, _call_later(_PARKED_SECONDS, self._forget, state)
-        return state
+        kept = _Kept(call, is_task=False)
+        kept.timer = _call_later(_PARKED_SECONDS, self._expire, kept)
+        self._parked[kept.key] = kept
+        call.go_on_without_request(kept)
+        return kept.key
 
     def resume(self, state: str, caller: Identity | None) -> _Call | None:
         """The call that is parked under `state`, which is good for this once; None when there is none of the caller."""
-        call, timer = self._parked.get(state, (None, None))
-        if call is None or timer is None or call.caller != caller:
+        kept = self._parked.get(state)
+        if kept is None or kept.owner != _name_of(caller):
             return None
-        timer.cancel()
-        del self._parked[state]
-        return call
+        self._release(kept)
+        return kept.call
 
-    def _forget(self, state: str) -> None:
-        """Keep a call no longer, as its retry did not come."""
-        call, _ = self._parked.pop(state)
-        call.outcome = None
+    def keep_task(self, call: _Call) -> None:
+        """Let a call go on as a task, if there is room for it."""
+        kept = _Kept(call, is_task=True)
+        if self._make_room(kept, call.size + _RESULT_BYTES):
+            self._resize(kept, call.size)
+            self._tasks[kept.key] = kept
+            call.go_on_without_request(kept)
+
+    def find_task(self, key: object, caller: Identity | None) -> _Kept | None:
+        """The task of that key; None when there is none of the caller."""
+        kept = self._tasks.get(str(key))
+        return kept if kept is not None and kept.owner == _name_of(caller) else None
+
+    def end(self, call: _Call, outcome: JSONObject | Exception) -> None:
+        """Give a call its outcome, or what is told in the place of a result that cannot be kept."""
+        self.running.discard(call)
+        kept = call.kept
+        if kept is not None:
+            size = 0 if isinstance(outcome, Exception) else _json_bytes(outcome)
+            if not self._make_room(kept, size):
+                text = f"The tool has run, but its result of {size:,} bytes cannot be kept beside those of other calls"
+                outcome = _failure(text, "RESULT_NOT_KEPT")
+            if kept.is_task:
+                kept.timer = _call_later(_TASK_SECONDS, self._expire, kept)
+        call.end(outcome)
+
+    async def finish_tasks(self) -> None:
+        """Wait until no task is working: one that waits for an answer may wait for long."""
+        for call in [*self.running]:
+            while call.kept is not None and call.kept.is_task and call.is_working:
+                await call.change()
+
+    def _make_room(self, kept: _Kept, size: int) -> bool:
+        """Let a call keep so many bytes from now on, and no more than before if there is no room for them (False)."""
+        self._resize(kept, 0)
+        for told in [*self._tasks.values()]:
+            if self._has_room(kept, size):
+                break
+            # Where its own caller's bytes are too many already, results of others would go for nothing.
+            is_own_too_much = self._sizes[kept.owner] + size > _KEPT_BYTES_OF_CALLER_MAX
+            if told.is_told and (told.owner == kept.owner or not is_own_too_much):
+                self._expire(told)
+        has_room = self._has_room(kept, size)
+        self._resize(kept, size if has_room else 0)
+        return has_room
+
+    def _has_room(self, kept: _Kept, size: int) -> bool:
+        is_new_task = kept.is_task and kept.key not in self._tasks
+        has_number = len(self._tasks) + is_new_task <= _TASKS_MAX
+        has_bytes = self._sizes.total() + size <= _KEPT_BYTES_MAX
+        return has_number and has_bytes and self._sizes[kept.owner] + size <= _KEPT_BYTES_OF_CALLER_MAX
+
+    def _resize(self, kept: _Kept, size: int) -> None:
+        self._sizes[kept.owner] += size - kept.size
+        kept.size = size
+        if not self._sizes[kept.owner]:
+            del self._sizes[kept.owner]
+
+    def _release(self, kept: _Kept) -> None:
+        """Keep a call no longer."""
+        (self._tasks if kept.is_task else self._parked).pop(kept.key)
+        self._resize(kept, 0)
+        kept.call.kept = None
+        if kept.timer is not None:
+            kept.timer.cancel()
+
+    def _expire(self, kept: _Kept) -> None:
+        """Keep a call no longer, nor what it has ended with."""
+        self._release(kept)
+        kept.call.outcome = None
 
 
 # The call that code runs for: modules may call others without passing on their context, also from tasks and timers.
@@ -3137,6 +3285,11 @@ def _call_of(context: Context[Any]) -> _Call | None:
     """The tool call that a module runs for; None where no server was called. The module's context knows it, on threads
     that apcore starts as well, and otherwise the context variable does."""
     return context.data.get(_CALL_KEY) or _CURRENT.get()
+
+
+def _begins(call: _Call, context: Context[Any]) -> bool:
+    """Whether `context` is that of the tool's own module, and not of what that calls."""
+    return context.data.get(_CALL_KEY) is call and len(context.call_chain) == 1
 
 
 _THREADS_MAX = 256  # so that slow modules leave room for others
@@ -3470,16 +3623,28 @@ class _ModuleLookup(_ModuleStep):
                 call.record(ctx.module)
 
 
+@functools.cache
+def _execution_without_limit() -> BuiltinExecute:
+    """apcore's step that runs a module, with no time limit but the module's own."""
+    return BuiltinExecute(config=Config({"executor": {"default_timeout": 0}}))
+
+
 class _Execution(_ModuleStep):
-    """The step that runs a module. In the calls of a server, what it runs ends with the call.
+    """The step that runs a module. In the calls of a server, what it runs ends with the call. A module that is marked
+    as long goes on as a task, where that can be, and without apcore's limits.
 
     apcore (0.32) runs a coroutine in a task of its own, which goes on when the call is cancelled or times out, and it
     looks at the deadline of a stream only when a chunk has come."""
 
     async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
         running = ctx.module = _RunningModule(module, ctx.stream)
+        step = self._step
+        call = _call_of(ctx.context)
+        if call is not None and call.tool.about.is_long and _begins(call, ctx.context) and call.begin_task():
+            step = _execution_without_limit()
+            ctx.context.global_deadline = math.inf  # not None: what the module calls would be given one
         try:
-            result = await self._step.execute(ctx)
+            result = await step.execute(ctx)
         except BaseException:
             running.end()
             raise
@@ -3515,11 +3680,6 @@ _CONTROL = "system.control."  # begins the ids of apcore's modules that configur
 
 _APPROVAL = "approval"  # the key of its question on the wire
 _NOBODY = "nobody can be asked"  # why our own handlers reject a call whose user cannot be asked
-
-
-def _begins(call: _Call, context: Context[Any]) -> bool:
-    """Whether `context` is that of the tool's own module, and not of what that calls."""
-    return context.data.get(_CALL_KEY) is call and len(context.call_chain) == 1
 
 
 class ElicitationApprovalHandler:
@@ -3832,6 +3992,8 @@ class _ApprovalGate(BuiltinApprovalGate):
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
 
+_POLL_MS = 1_000  # how often a client is to ask for a task
+
 
 def _merge(base: JSONObject, chunk: JSONObject) -> None:
     """Merge a streamed chunk as apcore's Executor does: objects by their keys, anything else replaced."""
@@ -3847,6 +4009,46 @@ def _protocol_error(code: int, message: str, data: Any = None) -> Exception:
     from mcp.shared.exceptions import MCPError
 
     return MCPError(code, message, data)
+
+
+def _task_state(task: _Kept) -> JSONObject:
+    """What is said of a task whatever its status."""
+    call = task.call
+    kept_ms = None
+    if call.outcome is not None:
+        kept_ms = math.ceil((call.changed - task.created + _TASK_SECONDS) * 1000)
+    return {
+        "taskId": task.key,
+        "createdAt": _timestamp(task.created),
+        "lastUpdatedAt": _timestamp(max(task.created, call.changed)),
+        "ttlMs": kept_ms,
+        "pollIntervalMs": _POLL_MS,
+    }
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _task_details(task: _Kept) -> JSONObject:
+    """What `tasks/get` says of a task (`DetailedTask` of the extension)."""
+    call = task.call
+    outcome = call.outcome
+    details: JSONObject
+    if outcome is None and call.questions:
+        questions = {key: question.request for key, question in call.questions.items()}
+        details = {"status": "input_required", "inputRequests": questions}
+    elif outcome is None:
+        details = {"status": "working", **({"statusMessage": call.status} if call.status else {})}
+    elif task.is_cancelled:
+        details = {"status": "cancelled"}
+    elif isinstance(outcome, Exception):
+        error: Any = outcome
+        report = error.error.model_dump(exclude_none=True)
+        details = {"status": "failed", "error": report, "statusMessage": report["message"]}
+    else:
+        details = {"status": "completed", "result": outcome}
+    return {**_task_state(task), **details}
 
 
 def _install_steps(strategy: ExecutionStrategy) -> None:
@@ -3948,12 +4150,22 @@ class _ExecutionRouter:
         return await self._reply(call)
 
     async def _reply(self, call: _Call) -> JSONObject:
-        """Wait for a call's result, or the questions that it asks first. To stop waiting for it is to cancel it."""
+        """Wait for a call's result, the questions that it asks first, or until it is a task. To stop waiting for it is
+        to cancel it."""
+        timer = None
+        if call.can_be_task and self._options.task_after is not None:
+            timer = _call_later(self._options.task_after, call.begin_task)
         try:
-            await call.wait()
+            while call.kept is None and call.is_working:
+                await call.change()
         except asyncio.CancelledError:
             call.cancel()
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if call.kept is not None:
+            return {**_task_state(call.kept), "resultType": "task", "status": "working"}
         if call.outcome is not None:
             return call.take_outcome()
         questions = {key: question.request for key, question in call.questions.items()}
@@ -3970,8 +4182,7 @@ class _ExecutionRouter:
             outcome = await self._run_module(call, context)
         except BaseException as error:  # a module may raise anything
             outcome = self._outcome_of(call, error)
-        self.calls.running.discard(call)
-        call.end(outcome)
+        self.calls.end(call, outcome)
         elapsed_ms = (time.perf_counter() - started) * 1000
         logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
 
@@ -4071,6 +4282,7 @@ class _Bridge:
         from mcp.server.lowlevel import Server
         from mcp.server.request_state import RequestStateBoundary, RequestStateSecurity
         from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
+        from mcp_types import RequestParams
 
         self.options = options
         self.deadline = 0.0  # for whatever still runs, by the loop's clock; 0 until the server is told to end
@@ -4094,6 +4306,13 @@ class _Bridge:
             on_read_resource=self._read_resource,
             on_subscriptions_listen=self._listen,
         )
+        if not options.stateless:
+            for method, handler in (
+                ("tasks/get", self._get_task),
+                ("tasks/update", self._update_task),
+                ("tasks/cancel", self._cancel_task),
+            ):
+                self.server.add_request_handler(method, RequestParams, handler)
         # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers (as before mcp 2.3).
         self.server.get_tool_input_schema = self._input_schema_of
         security = RequestStateSecurity(
@@ -4122,6 +4341,7 @@ class _Bridge:
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
                 await self.activity.idle.wait()
+                await self.router.calls.finish_tasks()
             for call in self.router.calls.running:
                 call.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
@@ -4161,8 +4381,13 @@ class _Bridge:
         if ctx.method not in ("initialize", "server/discover"):
             return result
         capabilities = result["capabilities"]
+        extensions: JSONObject = {}
         if any(tool.about.page for tool in self.catalog.tools.values()):
-            capabilities["extensions"] = {_APPS_EXTENSION: {}}
+            extensions[_APPS_EXTENSION] = {}
+        if ctx.method == "server/discover" and not self.options.stateless:
+            extensions[_TASKS_EXTENSION] = {}
+        if extensions:
+            capabilities["extensions"] = extensions
         if ctx.method == "server/discover":
             capabilities["resources"]["subscribe"] = False
             return result
@@ -4211,9 +4436,58 @@ class _Bridge:
         """The tools that the caller of a request may call."""
         return await self.catalog.offered(self.catalog.tools.values(), _caller(getattr(ctx.request, "scope", {})))
 
+    # The methods of the tasks extension (SEP-2663). Its answers are for clients that declare it with each request.
+
+    async def _get_task(self, ctx: RequestContext, params: object) -> Any:
+        task = self._task_of(ctx)
+        task.is_told = task.call.outcome is not None
+        return _task_details(task)
+
+    async def _update_task(self, ctx: RequestContext, params: object) -> Any:
+        from mcp_types import InputResponses
+
+        call = self._task_of(ctx).call
+        responses = (ctx.params or {}).get("inputResponses")
+        if not isinstance(responses, Mapping):
+            raise _protocol_error(-32602, "inputResponses must be an object")
+        # Of what is no longer open, nothing has to be right.
+        answers = {key: responses[key] for key in call.questions.keys() & responses.keys()}
+        call.answer(TypeAdapter(InputResponses).validate_python(answers, by_name=False))
+        return {}
+
+    async def _cancel_task(self, ctx: RequestContext, params: object) -> Any:
+        task = self._task_of(ctx)
+        if task.call.outcome is None:
+            task.is_cancelled = True
+            task.call.cancel()
+        return {}
+
+    def _task_of(self, ctx: RequestContext) -> _Kept:
+        """The task that a request names. Raises the JSON-RPC error of what is wrong with it first."""
+        from mcp.shared.inbound import MCP_NAME_HEADER, decode_header_value
+
+        if ctx.protocol_version < _MODERN:
+            raise _protocol_error(-32601, "Method not found", ctx.method)
+        self._require_tasks(ctx)
+        task_id = (ctx.params or {}).get("taskId")
+        if ctx.request is not None and decode_header_value(ctx.request.headers.get(MCP_NAME_HEADER)) != task_id:
+            raise _protocol_error(-32020, "The Mcp-Name header must be the id of the task")
+        task = self.router.calls.find_task(task_id, _caller(getattr(ctx.request, "scope", {})))
+        if task is None:
+            raise _protocol_error(-32602, "Task not found")
+        return task
+
+    def _require_tasks(self, ctx: RequestContext) -> None:
+        if not _declares_tasks(ctx):
+            data: Any = {"requiredCapabilities": {"extensions": {_TASKS_EXTENSION: {}}}}
+            raise _protocol_error(-32021, f"Client did not declare the extension {_TASKS_EXTENSION}", data)
+
     async def _listen(self, ctx: RequestContext, params: Any) -> Any:
         """Open a stream of notifications (2026-07-28), of those that this server sends: changes of the lists."""
         # The SDK promises whatever is left in here.
+        if "taskIds" in params.notifications.model_extra:
+            self._require_tasks(ctx)
+        params.notifications.model_extra.clear()
         params.notifications.prompts_list_changed = None
         params.notifications.resource_subscriptions = None
         if self.deadline:  # `finish()` has closed the streams that there were: close this one as soon as it is open

@@ -158,4 +158,4 @@ def test_the_extension_is_advertised_in_every_protocol_version_on_stdio(tmp_path
             result = client.request("server/discover", enveloped(None))["result"]
         else:
             result = client.initialize(version=version)["result"]
-    assert result["capabilities"]["extensions"] == {EXTENSION_ID: {}}
+    assert result["capabilities"]["extensions"][EXTENSION_ID] == {}

@@ -1,0 +1,588 @@
+"""Long work: calls that go on as tasks of MCP's extension (SEP-2663), for clients of 2026-07-28 that declare it.
+
+By hand on the wire, as the SDK's client does not know the extension; `python -m tests.interop` has clients that do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import threading
+import time
+import tracemalloc
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from apcore import Config, Executor, ModuleAnnotations, Registry
+from apcore.cancel import ExecutionCancelledError
+from conftest import (
+    Clock,
+    FunctionalModule,
+    RawClient,
+    echo,
+    hosting,
+    program,
+    registry_of,
+    with_clock,
+)
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
+from support import SCHEMA, answer, calls, guarded, modern, request
+
+from apcore_mcp import async_serve, elicit, report_progress, serve
+
+TASKS = "io.modelcontextprotocol/tasks"
+LONG = ModuleAnnotations(extra={"mcp_async": True})
+CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
+REQUIRED = {"requiredCapabilities": {"extensions": {TASKS: {}}}}
+ADA = {"action": "accept", "content": {"name": "Ada"}}
+
+
+def long(execute: Any, **attributes: Any) -> FunctionalModule:
+    """A module that is marked as long."""
+    return FunctionalModule(execute, **{"annotations": LONG, **attributes})
+
+
+class Wire:
+    """A client of one server that declares tasks, and that its user can be asked, unless it is told otherwise."""
+
+    def __init__(self, http: httpx.AsyncClient, user: str = "", **capabilities: Any) -> None:
+        self.http = http
+        self._user = {"x-user": user}
+        self.capabilities = {"extensions": {TASKS: {}}, "elicitation": {}, **capabilities}
+
+    async def send(self, method: str, params: dict[str, Any] | None = None, **headers: str | None) -> dict[str, Any]:
+        """The JSON-RPC answer to a request."""
+        params = {"_meta": {CAPABILITIES: self.capabilities}, **(params or {})}
+        name = params.get("taskId") or params.get("name")
+        sent = modern(method, params, **{"mcp_name": name, **headers})
+        return answer(await self.http.post("/mcp", json=sent["json"], headers=sent["headers"] | self._user))
+
+    async def ask(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The result of a request."""
+        answered = await self.send(method, params)
+        assert "result" in answered, answered
+        result: dict[str, Any] = answered["result"]
+        return result
+
+    async def refusal(self, method: str, params: dict[str, Any] | None = None, **headers: str | None) -> Any:
+        """The code of the error that a request is answered with, and its data."""
+        error = (await self.send(method, params, **headers))["error"]
+        return error["code"], error.get("data")
+
+    async def call(self, name: str, arguments: dict[str, Any] | None = None, **retry: Any) -> dict[str, Any]:
+        return await self.ask("tools/call", {"name": name, "arguments": arguments or {}, **retry})
+
+    async def begin(self, name: str, arguments: dict[str, Any] | None = None) -> str:
+        """The id of the task that a call becomes."""
+        result = await self.call(name, arguments)
+        assert result["resultType"] == "task", result
+        return str(result["taskId"])
+
+    async def get(self, task_id: str) -> dict[str, Any]:
+        return await self.ask("tasks/get", {"taskId": task_id})
+
+    async def until(self, task_id: str, status: str) -> dict[str, Any]:
+        """What is said of a task as soon as it has this status."""
+        async with asyncio.timeout(20):
+            while True:
+                task = await self.get(task_id)
+                if task["status"] == status:
+                    return task
+                assert task["status"] in ("working", "input_required"), task
+                await asyncio.sleep(0.005)
+
+    async def questions(self, task_id: str) -> dict[str, str]:
+        """The keys and messages of what a task asks."""
+        task = await self.until(task_id, "input_required")
+        return {key: each["params"]["message"] for key, each in task["inputRequests"].items()}
+
+    async def update(self, task_id: str, responses: Any) -> dict[str, Any]:
+        return await self.ask("tasks/update", {"taskId": task_id, "inputResponses": responses})
+
+    async def cancel(self, task_id: str) -> dict[str, Any]:
+        return await self.ask("tasks/cancel", {"taskId": task_id})
+
+
+@contextlib.asynccontextmanager
+async def wired(source: Any, user: str = "", **options: Any) -> AsyncIterator[Wire]:
+    source = source if isinstance(source, Registry | Executor) else registry_of(source)
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(async_serve(source, **options))
+        url = await stack.enter_async_context(hosting(app))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, trust_env=False))
+        yield Wire(http, user)
+
+
+def without_meta(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key != "_meta"}
+
+
+# ---- What becomes a task ----
+
+
+@pytest.mark.parametrize(
+    ("metadata", "extra"), [({}, {"mcp_async": True}), ({}, {"mcp_async": "true"}), ({"async": True}, {}),
+                            ({"async": "true"}, {})]
+)  # fmt: skip
+async def test_a_module_that_is_marked_as_long_is_a_task_at_once(metadata: Any, extra: Any) -> None:
+    module = FunctionalModule(echo, metadata=metadata, annotations=ModuleAnnotations(extra=extra))
+    async with wired({"long": module}) as wire:
+        handle = await wire.call("long", {"n": 1})
+        assert handle.keys() == {
+            "resultType", "taskId", "status", "createdAt", "lastUpdatedAt", "ttlMs", "pollIntervalMs", "_meta",
+        }  # fmt: skip
+        assert (handle["resultType"], handle["status"], handle["ttlMs"], handle["pollIntervalMs"]) == (
+            "task", "working", None, 1000,
+        )  # fmt: skip
+        assert len(handle["taskId"]) == 43  # 32 bytes
+        task = await wire.until(handle["taskId"], "completed")
+        assert task["resultType"] == "complete"
+        assert task["createdAt"] == handle["createdAt"]
+        assert datetime.fromisoformat(task["lastUpdatedAt"]) >= datetime.fromisoformat(task["createdAt"])
+        assert 3_600_000 <= task["ttlMs"] < 3_620_000
+        wire.capabilities = {}
+        assert task["result"] == without_meta(await wire.call("long", {"n": 1}))
+
+
+@pytest.mark.parametrize("marks", [{"mcp_async": False}, {"mcp_async": "no"}, {"mcp_async": 1}, {}])
+async def test_any_other_module_is_a_task_once_it_has_run_for_task_after_seconds(marks: Any) -> None:
+    go_on = asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await go_on.wait()
+        return {"done": True}
+
+    modules = {"wait": FunctionalModule(wait, annotations=ModuleAnnotations(extra=marks)), "echo": echo}
+    async with wired(modules, task_after=0.1) as wire:
+        assert (await wire.call("echo"))["resultType"] == "complete"
+        task_id = await wire.begin("wait")
+        go_on.set()
+        assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"done": True}
+
+
+async def test_without_a_number_only_marked_modules_are_tasks() -> None:
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {}
+
+    async with wired({"slow": slow, "long": long(slow)}, task_after=None) as wire:
+        assert (await wire.call("slow"))["resultType"] == "complete"
+        assert (await wire.call("long"))["resultType"] == "task"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_task_after_is_a_number_of_seconds_or_none(seconds: float) -> None:
+    with pytest.raises(ValueError, match="task_after must be a number of seconds, or None; got"):
+        serve(Registry(), task_after=seconds)
+
+
+async def test_a_call_through_search_is_a_task_as_under_its_own_name() -> None:
+    async with wired({"long": long(echo)}, search=True) as wire:
+        task_id = await wire.begin("call_tool", {"name": "long", "arguments": {"n": 1}})
+        assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"n": 1}
+
+
+# ---- Who sees nothing of it ----
+
+
+async def test_without_the_extension_a_call_is_what_it_was() -> None:
+    async with wired({"long": long(echo)}, task_after=0) as wire:
+        task_id = await wire.begin("long")
+        for capabilities in ({}, {"extensions": {}}, {"extensions": {"io.modelcontextprotocol/ui": {}}}):
+            wire.capabilities = capabilities
+            assert (await wire.call("long"))["resultType"] == "complete"
+            for method in ("tasks/get", "tasks/update", "tasks/cancel"):
+                assert await wire.refusal(method, {"taskId": task_id}) == (-32021, REQUIRED)
+
+
+def test_a_handshake_client_sees_nothing_of_it() -> None:
+    modules = """
+@tool
+def echo(inputs, context):
+    return inputs
+registry.get("t.echo").metadata = {"async": True}
+serve(registry)
+"""
+    with RawClient(program(modules)) as client:
+        capabilities = client.initialize(extensions={TASKS: {}})["result"]["capabilities"]
+        assert not capabilities.get("extensions")
+        result = client.request("tools/call", {"name": "t.echo", "arguments": {"n": 1}})["result"]
+        assert result["structuredContent"] == {"n": 1}
+        for method in ("tasks/get", "tasks/update", "tasks/cancel"):
+            error = client.request(method, {"taskId": "x", "inputResponses": {}})["error"]
+            assert error == {"code": -32601, "message": "Method not found", "data": method}
+
+
+async def test_only_servers_that_keep_something_offer_tasks() -> None:
+    for stateless in (False, True):
+        async with wired({"long": long(echo)}, stateless=stateless) as wire:
+            capabilities = (await wire.ask("server/discover"))["capabilities"]
+            assert capabilities.get("extensions") == (None if stateless else {TASKS: {}})
+            assert "tasks" not in capabilities
+            if stateless:
+                assert (await wire.call("long"))["resultType"] == "complete"
+                assert (await wire.refusal("tasks/get", {"taskId": "x"}))[0] == -32601
+
+
+async def test_nobody_can_listen_to_tasks() -> None:
+    filter_ = {"toolsListChanged": True, "taskIds": ["x"]}
+    async with wired({"echo": echo}) as wire:
+        wire.capabilities = {}
+        assert await wire.refusal("subscriptions/listen", {"notifications": filter_}) == (-32021, REQUIRED)
+    with RawClient(program("serve(registry)")) as client:
+        asked = request(1, "subscriptions/listen", notifications=filter_)
+        asked["params"]["_meta"][CAPABILITIES] = {"extensions": {TASKS: {}}}
+        client.send_line(json.dumps(asked).encode())
+        acknowledged = client.receive()
+        assert acknowledged["params"]["notifications"] == {"toolsListChanged": True}
+
+
+# ---- Who may ask for a task ----
+
+
+async def test_what_is_wrong_with_a_request_is_told_in_this_order() -> None:
+    async with wired({"long": long(echo)}) as wire:
+        task_id = await wire.begin("long")
+        for method in ("tasks/get", "tasks/update", "tasks/cancel"):
+            named = {"taskId": task_id, "inputResponses": {}}
+            unknown = {"taskId": "unknown", "inputResponses": {}}
+            wire.capabilities.pop("extensions", None)
+            for params in (named, unknown, {}):
+                assert (await wire.refusal(method, params, mcp_name="x"))[0] == -32021
+            wire.capabilities["extensions"] = {TASKS: {}}
+            for params in (named, unknown, {}):
+                for header in (None, "x", task_id[:-1]):
+                    expected = -32602 if header is None and not params else -32020
+                    assert (await wire.refusal(method, params, mcp_name=header))[0] == expected
+            assert (await wire.refusal(method, unknown))[0] == -32602
+        assert (await wire.refusal("tasks/update", {"taskId": task_id}))[0] == -32602
+        assert (await wire.get(task_id))["status"] == "completed"
+
+
+class Name(AuthenticationBackend):
+    async def authenticate(self, conn: Any) -> Any:
+        user = conn.headers.get("x-user")
+        return (AuthCredentials([]), SimpleUser(user)) if user else None
+
+
+async def test_a_task_is_its_callers_own() -> None:
+    named = [Middleware(AuthenticationMiddleware, backend=Name())]
+    async with wired({"long": long(echo)}, user="ada", middleware=named) as ada:
+        task_id = await ada.begin("long")
+        for user in ("eve", ""):
+            other = Wire(ada.http, user)
+            for method in ("tasks/get", "tasks/update", "tasks/cancel"):
+                assert (await other.refusal(method, {"taskId": task_id, "inputResponses": {}}))[0] == -32602
+        await ada.until(task_id, "completed")
+
+
+# ---- What is told of it ----
+
+
+async def test_the_last_progress_is_told_with_or_without_a_token() -> None:
+    steps: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
+    told = asyncio.Event()
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        while step := await steps.get():
+            await report_progress(context, *step)
+            told.set()
+        return {}
+
+    async with wired({"work": work}, task_after=0.05) as wire:
+        steps.put_nowait((0.5,))  # before it is a task
+        task_id = await wire.begin("work")
+        assert (await wire.get(task_id))["statusMessage"] == "0.5"
+        for step, message in [((3, 10, "Reading"), "3/10 Reading"), ((4, None, "é\ud800"), "4 é?"), ((5, 10), "5/10")]:
+            told.clear()
+            steps.put_nowait(step)
+            await told.wait()
+            assert (await wire.get(task_id))["statusMessage"] == message
+        steps.put_nowait(None)
+        await wire.until(task_id, "completed")
+
+
+async def test_an_error_of_the_tool_completes_a_task_and_one_of_the_protocol_fails_it() -> None:
+    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise OSError("/etc/passwd")
+
+    modules = {"fail": long(fail), "asks": long(calls("wipe")), "wipe": guarded([])}
+    async with wired(modules) as wire:
+        result = (await wire.until(await wire.begin("fail"), "completed"))["result"]
+        assert (result["isError"], result["content"][0]["text"]) == (True, "Internal error occurred")
+        del wire.capabilities["elicitation"]
+        task = await wire.until(await wire.begin("asks"), "failed")
+        assert task["error"]["code"] == -32021
+        assert (task["statusMessage"], "result" in task) == (task["error"]["message"], False)
+
+
+# ---- Questions ----
+
+
+async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    both = await asyncio.gather(*(elicit(context, f"{n}?", SCHEMA, key="name") for n in (1, 2)))
+    third = await elicit(context, "3?", SCHEMA, key="name")
+    return {"names": [each and each["name"] for each in [*both, third]]}
+
+
+async def test_all_open_questions_are_told_and_each_is_answered_by_itself() -> None:
+    async with wired({"interview": long(interview)}) as wire:
+        task_id = await wire.begin("interview")
+        assert await wire.questions(task_id) == {"name": "1?", "name-2": "2?"}
+        for ignored in ({"never": {"x": 1}}, {}):
+            assert without_meta(await wire.update(task_id, ignored)) == {"resultType": "complete"}
+        for wrong in ({"name": {"x": 1}}, {"name": 7}, [], None):
+            params = {"taskId": task_id, "inputResponses": wrong}
+            assert (await wire.refusal("tasks/update", params))[0] == -32602
+        await wire.update(task_id, {"name-2": ADA})
+        assert await wire.questions(task_id) == {"name": "1?"}
+        await wire.update(task_id, {"name-2": {"gone": 1}, "name": {"action": "decline"}})
+        assert await wire.questions(task_id) == {"name-3": "3?"}
+        await wire.update(task_id, {"name": ADA, "name-3": ADA})
+        task = await wire.until(task_id, "completed")
+        assert task["result"]["structuredContent"] == {"names": [None, "Ada", "Ada"]}
+        await wire.update(task_id, {"name": ADA})
+
+
+async def test_a_question_before_there_is_a_task_is_asked_as_ever() -> None:
+    go_on = asyncio.Event()
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        first = await elicit(context, "first?", SCHEMA, key="name")
+        await go_on.wait()
+        return {"names": [first, await elicit(context, "second?", SCHEMA, key="name")]}
+
+    async with wired({"work": work}, task_after=0.1) as wire:
+        asked = await wire.call("work")
+        assert (asked["resultType"], list(asked["inputRequests"])) == ("input_required", ["name"])
+        retry = {"requestState": asked["requestState"], "inputResponses": {"name": ADA}}
+        handle = await wire.call("work", **retry)
+        assert (handle["resultType"], "requestState" in handle) == ("task", False)
+        assert (await wire.refusal("tools/call", {"name": "work", "arguments": {}, **retry}))[0] == -32602
+        go_on.set()
+        assert await wire.questions(handle["taskId"]) == {"name-2": "second?"}
+        await wire.update(handle["taskId"], {"name-2": ADA})
+        task = await wire.until(handle["taskId"], "completed")
+        assert task["result"]["structuredContent"] == {"names": [{"name": "Ada"}] * 2}
+
+
+async def test_approval_is_asked_before_there_is_a_task_and_inside_it_for_what_it_calls() -> None:
+    runs: list[dict[str, Any]] = []
+    annotations = ModuleAnnotations(requires_approval=True, extra={"mcp_async": True})
+    yes = {"action": "accept", "content": {"approve": True}}
+
+    async def wipe_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for n in (1, 2):
+            await context.executor.call_async("wipe", {"n": n}, context)
+        return {}
+
+    async with wired({"long": long(wipe_twice, annotations=annotations), "wipe": guarded(runs)}) as wire:
+        asked = await wire.call("long")
+        assert (asked["resultType"], list(asked["inputRequests"])) == ("input_required", ["approval"])
+        retry = {"requestState": asked["requestState"], "inputResponses": {"approval": yes}}
+        task_id = (await wire.call("long", **retry))["taskId"]
+        for n in (1, 2):
+            ((key, question),) = (await wire.questions(task_id)).items()
+            assert (key, "wipe" in question, len(runs)) == (f"approval-{n + 1}", True, n - 1)
+            await wire.update(task_id, {key: yes})
+        await wire.until(task_id, "completed")
+    assert runs == [{"n": 1}, {"n": 2}]
+
+
+# ---- Its end ----
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "asks"])
+async def test_a_task_is_cancelled_by_its_client_and_an_ended_one_is_not(kind: str) -> None:
+    ended, begun = threading.Event(), threading.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        begun.set()
+        try:
+            await (elicit(context, "?") if kind == "asks" else asyncio.Event().wait())
+        finally:
+            ended.set()
+        return {}
+
+    def watch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        begun.set()
+        with contextlib.suppress(ExecutionCancelledError):
+            while True:
+                context.cancel_token.check()
+                time.sleep(0.002)
+        ended.set()
+        return {}
+
+    async with wired({"wait": long(watch if kind == "sync" else wait), "echo": long(echo)}) as wire:
+        task_id = await wire.begin("wait")
+        assert await asyncio.to_thread(begun.wait, 10)
+        assert without_meta(await wire.cancel(task_id)) == {"resultType": "complete"}
+        task = await wire.until(task_id, "cancelled")
+        assert not task.keys() & {"result", "error", "inputRequests"}
+        assert await asyncio.to_thread(ended.wait, 10)
+        task_id = await wire.begin("echo", {"n": 1})
+        task = await wire.until(task_id, "completed")
+        await wire.cancel(task_id)
+        assert without_meta(await wire.get(task_id)) == without_meta(task)
+
+
+async def test_a_module_that_is_marked_has_no_limit_of_apcores_but_its_own() -> None:
+    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0.4)
+        return {"done": True}
+
+    limits = {"default_timeout": 50, "global_timeout": 100}
+    modules = {
+        "slow": slow,
+        "long": long(slow),
+        "above": long(calls("own")),
+        "below": long(calls("slow")),
+        "own": FunctionalModule(slow, resources={"timeout": 5000}),
+        "hasty": long(slow, resources={"timeout": 60}),
+    }
+    executor = Executor(registry_of(modules), config=Config({"executor": limits}))
+    async with wired(executor) as wire:
+        tasks = {name: await wire.begin(name) for name in ("long", "above", "below", "hasty")}
+        for name in ("long", "above"):
+            assert (await wire.until(tasks[name], "completed"))["result"]["structuredContent"] == {"done": True}
+        for name, milliseconds in (("below", 50), ("hasty", 60)):  # not "cancelled", though its token is set
+            result = (await wire.until(tasks[name], "completed"))["result"]
+            assert result["content"][0]["text"] == f"Module timed out after {milliseconds}ms"
+        wire.capabilities = {}
+        assert (await wire.call("long"))["content"][0]["text"] == "Module timed out after 50ms"
+
+
+def test_a_task_is_kept_for_an_hour_after_its_end_and_nothing_of_it_after_that() -> None:
+    async def story(clock: Clock) -> None:
+        go_on = asyncio.Event()
+
+        async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            asyncio.get_running_loop().call_later(100_000, print)
+            await go_on.wait()
+            return {"text": "x" * 300_000}
+
+        executor = Executor(registry_of({"work": long(work)}))
+        async with wired(executor) as wire:
+            tasks = [await wire.begin("work") for _ in range(3)]
+            await clock.put_forward(50_000)
+            assert (await wire.get(tasks[0]))["ttlMs"] is None
+            go_on.set()
+            await wire.until(tasks[0], "completed")
+            await clock.put_forward(3_500)
+            task = await wire.get(tasks[0])
+            kept_until = datetime.fromisoformat(task["createdAt"]) + timedelta(milliseconds=task["ttlMs"])
+            ended = datetime.fromisoformat(task["lastUpdatedAt"])
+            assert timedelta(seconds=3_600) <= kept_until - ended < timedelta(seconds=3_601)
+            gc.collect()
+            tracemalloc.start()
+            for _ in range(30):
+                await wire.until(await wire.begin("work"), "completed")
+            assert tracemalloc.get_traced_memory()[0] > 9_000_000
+            await clock.put_forward(3_700)
+            for task_id in tasks:
+                assert (await wire.refusal("tasks/get", {"taskId": task_id}))[0] == -32602
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert kept < 1_500_000
+
+    with_clock(story)
+
+
+ENDS = """
+@tool
+async def ask(inputs, context):
+    await elicit(context, "?")
+    return {}
+
+@tool
+async def wait(inputs, context):
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("wait was ended", file=sys.stderr)
+
+serve(registry, task_after=0)
+"""
+
+
+@pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 3)), ("wait", (4, 8))])
+def test_the_end_of_the_server_ends_its_tasks_and_waits_for_none_that_waits(
+    tool: str, limits: tuple[float, float]
+) -> None:
+    with RawClient(program(ENDS)) as client:
+        asked = request(1, "tools/call", name=f"t.{tool}", arguments={})
+        asked["params"]["_meta"][CAPABILITIES] = {"extensions": {TASKS: {}}, "elicitation": {}}
+        client.send_line(json.dumps(asked).encode())
+        assert client.receive()["result"]["resultType"] == "task"
+        began = time.monotonic()
+        status, stderr = client.end()
+        assert status == 0, stderr
+        assert b"Traceback" not in stderr, stderr
+        assert (b"wait was ended" in stderr) == (tool == "wait")
+        assert limits[0] <= time.monotonic() - began < limits[1]
+
+
+# ---- How much is kept ----
+
+
+async def test_of_more_than_a_thousand_tasks_the_last_simply_waits_and_told_results_make_room() -> None:
+    go_on = asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await go_on.wait()
+        return {}
+
+    async with wired({"wait": long(wait), "echo": long(echo)}) as wire:
+        tasks = [await wire.begin("wait") for _ in range(1_000)]
+        assert (await wire.call("echo"))["resultType"] == "complete"
+        go_on.set()
+        await wire.until(tasks[-1], "completed")
+        await wire.begin("echo")
+        assert (await wire.refusal("tasks/get", {"taskId": tasks[-1]}))[0] == -32602
+        assert (await wire.call("echo"))["resultType"] == "complete"
+        assert (await wire.get(tasks[0]))["status"] == "completed"
+
+
+async def test_results_are_kept_in_bounded_bytes_together_and_for_each_caller() -> None:
+    """16 MiB each and 64 together. What clients have been told makes room; where that does not do, a call that begins
+    simply waits for its result, and of a task that has ended the result is an error."""
+    go_on = asyncio.Event()
+
+    async def large(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if inputs:
+            await go_on.wait()
+        return {"text": "x" * 2_500_000}  # and as much structured content
+
+    named = [Middleware(AuthenticationMiddleware, backend=Name())]
+    async with wired({"large": long(large)}, middleware=named) as anybody:
+        first, second, third, fourth, last = (Wire(anybody.http, name) for name in ("1", "2", "3", "4", "5"))
+
+        async def is_task(wire: Wire) -> bool:
+            return bool((await wire.call("large"))["resultType"] == "task")
+
+        told = await first.begin("large")
+        assert [await is_task(first) for _ in range(3)] == [True, True, False]
+        await first.until(told, "completed")
+        assert [await is_task(first) for _ in range(2)] == [True, False]
+        assert (await first.refusal("tasks/get", {"taskId": told}))[0] == -32602
+
+        waiting = [await second.begin("large", {"waits": True}) for _ in range(4)]
+        go_on.set()
+        assert [await is_task(third) for _ in range(4)] == [True, True, True, False]
+        told = await fourth.begin("large")
+        assert [await is_task(fourth) for _ in range(3)] == [True, True, False]
+        assert [await is_task(last) for _ in range(2)] == [True, False]
+        await fourth.until(told, "completed")
+        assert [await is_task(last) for _ in range(2)] == [True, False]
+
+        results = [(await second.until(task_id, "completed"))["result"] for task_id in waiting]
+        assert [result["isError"] for result in results] == [False, False, False, True]
+        assert "has run" in results[-1]["content"][0]["text"]
