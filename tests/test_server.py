@@ -184,8 +184,8 @@ def test_discover_tells_version_capabilities_and_server(endpoint: str) -> None:
     result = answer(response)["result"]
     assert MODERN in result["supportedVersions"]
     resources = {"listChanged": True, "subscribe": False}  # nobody is notified of a single resource
-    pages = {"io.modelcontextprotocol/ui": {}}  # of which the bar chart has one
-    assert result["capabilities"] == {"tools": {"listChanged": True}, "resources": resources, "extensions": pages}
+    extensions = {"io.modelcontextprotocol/tasks": {}, "io.modelcontextprotocol/ui": {}}  # the bar chart has a page
+    assert result["capabilities"] == {"tools": {"listChanged": True}, "resources": resources, "extensions": extensions}
     assert result["_meta"][f"{META}serverInfo"]["name"] == "apcore-mcp"
     assert "mcp-session-id" not in response.headers
 
