@@ -35,8 +35,10 @@ async def resources(client: Client) -> list[str]:
 
 
 def extensions(client: Client) -> Any:
-    """What the server says that it has beside MCP itself."""
-    return client.server_capabilities.extensions or {}
+    """What the server says that it has beside MCP itself, and beside tasks."""
+    extensions = {**(client.server_capabilities.extensions or {})}
+    extensions.pop("io.modelcontextprotocol/tasks", None)
+    return extensions
 
 
 @pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
