@@ -27,12 +27,14 @@ import asyncio
 import ipaddress
 import json
 import logging
+import logging.config
 import os
 import re
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -366,9 +368,12 @@ def main() -> None:
     parser.add_argument("--scopes", nargs="+", default=[], metavar="S", help="what every token must have")
     parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers as one")
     parser.add_argument("--explorer", action="store_true", help="serve the Tool Explorer, and let it run tools")
+    parser.add_argument("--log-config", metavar="FILE", help="JSON for logging.config.dictConfig, instead of plain lines")
     arguments = parser.parse_args()
     resource = arguments.resource or f"http://127.0.0.1:{arguments.port}/mcp"
     try:
+        if arguments.log_config:
+            logging.config.dictConfig(json.loads(Path(arguments.log_config).read_text("utf-8")))
         registry = discover(arguments.extensions_dir)
         serve(
             Executor(registry, acl=acl_by_scope(registry)),
@@ -384,7 +389,7 @@ def main() -> None:
             explorer=arguments.explorer,
             allow_execute=arguments.explorer,
             on_startup=tell_systemd,
-            log_level="INFO",
+            log_level=None if arguments.log_config else "INFO",
         )
     except (ValueError, OSError) as error:
         parser.error(str(error))
