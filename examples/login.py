@@ -246,14 +246,16 @@ class Tokens:
         return key
 
     def _known(self, algorithm: str, key_id: str | None) -> dict[str, Any] | None:
-        """The key with this id, if it is one for the algorithm and the issuer was heard of lately."""
+        """The key with this id, or the only one where a token names none, if it is one for the algorithm and the issuer
+        was heard of lately."""
         if time.monotonic() - self.last_answer > KEYS_STALE_SECONDS:
             return None
+        fitting = []
         for key in self.keys:
             fits = key.get("kty") == ALGORITHMS[algorithm] and key.get("alg", algorithm) == algorithm
-            if fits and key.get("kid") == key_id and key.get("use", "sig") == "sig":
-                return key
-        return None
+            if fits and key.get("use", "sig") == "sig" and key_id in (None, key.get("kid")):
+                fitting.append(key)
+        return fitting[0] if fitting and (key_id is not None or len(fitting) == 1) else None
 
     def _is_fetching(self) -> bool:
         return self.fetching is not None and not self.fetching.done()
@@ -368,7 +370,7 @@ def main() -> None:
     parser.add_argument("--scopes", nargs="+", default=[], metavar="S", help="what every token must have")
     parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers as one")
     parser.add_argument("--explorer", action="store_true", help="serve the Tool Explorer, and let it run tools")
-    parser.add_argument("--log-config", metavar="FILE", help="JSON for logging.config.dictConfig, instead of plain lines")
+    parser.add_argument("--log-config", metavar="FILE", help="JSON for logging.config.dictConfig")
     arguments = parser.parse_args()
     resource = arguments.resource or f"http://127.0.0.1:{arguments.port}/mcp"
     try:

@@ -200,6 +200,7 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
     other, rs = ec.generate_private_key(ec.SECP256R1()), rsa.generate_private_key(65537, 2048)
     async with issuing() as issuer, locked(issuer.url) as door:
         issuer.keys += [public(rs, kid="2"), public(KEY, kid="3", use="enc"), public(rs, kid="4", alg="RSA-OAEP")]
+        issuer.keys.append(public(other, kid="5"))
         assert await door.caller(issuer.token()) == ["ann", "tools"]
         good, now = issuer.token(), time.time()
         pem = rs.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -223,7 +224,7 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
             "another kind of key": issuer.token(rs, "RS256"),
             "a key for encryption": issuer.token(kid="3"),
             "a key for another algorithm": issuer.token(rs, "RS256", kid="4"),
-            "no key id": issuer.token(kid=None),
+            "no key id, with two keys": issuer.token(kid=None),
             "algorithms": f"{forged({'alg': ['ES256'], 'kid': '1'}, {})}.x",
             "a key id that is none": f"{forged({'alg': 'ES256', 'kid': ['1']}, {})}.x",
             "a signature cut off": good.rpartition(".")[0] + ".",
@@ -252,13 +253,14 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("family", ["RS256", "RS512", "PS256", "ES256", "EdDSA"])
 async def test_the_issuer_may_sign_with_any_public_key(family: str) -> None:
-    key: Any = ed25519.Ed25519PrivateKey.generate() if family == "EdDSA" else KEY
-    if family[0] in "RP":
-        key = rsa.generate_private_key(65537, 2048)
+    """A token may leave out which, where only one key fits."""
+    edwards = ed25519.Ed25519PrivateKey.generate()
+    key: Any = {"Ed": edwards, "ES": KEY}.get(family[:2]) or rsa.generate_private_key(65537, 2048)
     async with issuing() as issuer, locked(issuer.url) as door:
-        issuer.keys = [public(KEY, kid="other"), public(key)]
+        issuer.keys = [public(edwards if key is KEY else KEY, kid="other"), public(key)]
         issuer.keys[1].pop("alg", None)
-        assert await door.caller(issuer.token(key, family)) == ["ann", "tools"]
+        for kid in ("1", None):
+            assert await door.caller(issuer.token(key, family, kid)) == ["ann", "tools"]
 
 
 @pytest.mark.parametrize(
