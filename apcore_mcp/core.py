@@ -1622,11 +1622,9 @@ def _apcore_warnings() -> Iterator[list[logging.LogRecord]]:
     file that it is about."""
     records: list[logging.LogRecord] = []
     thread = threading.get_ident()
-    loggers: list[tuple[logging.Logger, int, bool]] = []
-    levels: dict[str, float] = {}  # by name, from which a record of another thread passes as ever
+    levels: dict[str, float] = {}  # by logger, from which a record of another thread passes as ever
     for name, each in [*logging.root.manager.loggerDict.items()]:
         if isinstance(each, logging.Logger) and name.partition(".")[0] == "apcore":
-            loggers.append((each, each.level, each.disabled))
             levels[name] = math.inf if each.disabled else each.getEffectiveLevel()
 
     def take(record: logging.LogRecord) -> bool:
@@ -1635,18 +1633,16 @@ def _apcore_warnings() -> Iterator[list[logging.LogRecord]]:
             return False
         return record.levelno >= levels[record.name]
 
-    for each, _, _ in loggers:
-        each.addFilter(take)
-        if not each.isEnabledFor(logging.WARNING):
-            each.setLevel(logging.WARNING)
-            each.disabled = False
-    try:
+    with ExitStack() as stack:
+        for each in map(logging.getLogger, levels):
+            each.addFilter(take)
+            stack.callback(each.removeFilter, take)
+            if not each.isEnabledFor(logging.WARNING):
+                stack.callback(each.setLevel, each.level)
+                stack.callback(setattr, each, "disabled", each.disabled)
+                each.setLevel(logging.WARNING)
+                each.disabled = False
         yield records
-    finally:
-        for each, level, disabled in loggers:
-            each.removeFilter(take)
-            each.setLevel(level)
-            each.disabled = disabled
 
 
 _ANNOTATIONS = frozenset(field.name for field in dataclasses.fields(ModuleAnnotations))
@@ -1731,6 +1727,7 @@ class _Files:
             for module_id, path in [*self._registered.items()]:
                 if path in changed:
                     del self._registered[module_id]
+                    self.checked.discard(module_id)
                     with _left_out(f"Module {module_id}", self.left_out):
                         self._registry.unregister(module_id)
             with _apcore_warnings() as self._records:
@@ -1875,7 +1872,7 @@ class _Files:
         for name, value in (metadata or {}).items():
             if name == "annotations":
                 names += _unknown_annotations(value)
-            elif name in _GUARDS or difflib.get_close_matches(name, ["annotations"], 1, 0.85):
+            elif name in _GUARDS or difflib.get_close_matches(str(name), ["annotations"], 1, 0.85):
                 raise ValueError(f"{name} in its metadata is none of its annotations: apcore passes over it")
             elif name in _ANNOTATIONS:
                 names.append(name)
@@ -1965,8 +1962,8 @@ def _execute_faults(execute: Callable[..., Any]) -> list[str]:
     if inspect.isasyncgenfunction(execute) or inspect.isgeneratorfunction(execute):
         return ["its execute() is a generator: it returns a dict, and stream() yields"]
     code = getattr(execute, "__code__", None)
-    if code is not None and code.co_argcount == 2 + inspect.ismethod(execute) and not code.co_kwonlyargcount:
-        return []  # nearly all; to read a signature takes ten times as long
+    if code is not None and (code.co_argcount, code.co_kwonlyargcount) == (2 + inspect.ismethod(execute), 0):
+        return []  # as nearly all; to read a signature takes ten times as long
     try:
         inspect.signature(execute).bind({}, None)
     except TypeError as error:
@@ -2076,9 +2073,10 @@ def _bound(entry: Any, path: str) -> FunctionModule:
     outline = {**entry}  # the entry with schemas that say nothing
     reference = Path(folder, str(entry.get("schema_ref")))
     if not outline.keys() & {"auto_schema", *_SCHEMAS} and "schema_ref" in entry and reference.exists():
-        outline |= {"input_schema": {}, "output_schema": {}, **(_read_yaml(reference) or {})}
+        written = _read_yaml(reference) or {}
+        outline |= {side: written.get(side, {}) for side in _SCHEMAS}
         del outline["schema_ref"]
-    schemas = {side: outline[side] for side in _SCHEMAS if side in outline}
+    schemas: dict[str, Any] = {side: outline[side] for side in _SCHEMAS if side in outline}
     outline |= {side: {} for side in schemas}
     # Private, as the public way into it takes a file and not an entry. It refuses what makes no schema, or more than
     # one, and knows each form of `auto_schema`.
@@ -2093,13 +2091,14 @@ def _bound(entry: Any, path: str) -> FunctionModule:
             raise TypeError(f"its {side} is no mapping")
     if schemas:
         _check_parameters(function, schemas["input_schema"])
-    for side, schema in schemas.items():
-        # apcore checks the branches of a union alone, and so finds no definition that one of them refers to.
-        with suppress(_Unconvertible):  # the catalog says what comes of it
-            schemas[side] = _SchemaConverter().inline(schema)
-    if schemas:
+        # Without references: apcore checks the branches of a union alone, where none finds its definition. What cannot
+        # be without them stays, and the catalog says what comes of it.
+        with suppress(_Unconvertible):
+            schemas["input_schema"] = _SchemaConverter().inline(schemas["input_schema"])
+        with suppress(_Unconvertible):
+            schemas["output_schema"] = _schema_of_results(_SchemaConverter().inline(schemas["output_schema"]))
         module.input_schema = schemas["input_schema"]
-        module.output_schema = cast(Any, _schema_of_results(schemas["output_schema"]))
+        module.output_schema = schemas["output_schema"]
     return module
 
 
