@@ -105,7 +105,7 @@ from apcore.schema.openai_strict import (
     detect_openai_strict_incompatibilities,
 )
 from apcore.streaming import StreamingModule
-from apcore.trace_context import TraceContext
+from apcore.trace_context import TraceContext, TraceParent
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
@@ -150,6 +150,7 @@ if TYPE_CHECKING:
     RequestContext = ServerRequestContext[Any, Any]
 
 logger = logging.getLogger("apcore_mcp")
+access_logger = logging.getLogger("apcore_mcp.access")  # a line for each call that ends
 
 MCP_PROGRESS_KEY = "_mcp_progress"
 """The key of the function in `context.data` that sends the call's progress (FR-EXT-003)."""
@@ -171,6 +172,12 @@ def _text_of(value: object) -> str:
 def _one_line(text: str) -> str:
     """`text` with escapes for line breaks, control characters and characters that reverse what follows them."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _in_quotes(text: str) -> str:
+    """`text` as it stands between the quotes of a JSON text, with escapes as in `_one_line`."""
+    inside = json.dumps(text, ensure_ascii=False)[1:-1]
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in inside)
 
 
 _TRACEBACK_LINES_MAX = 80
@@ -1356,6 +1363,7 @@ class _ErrorMapper:
     arguments: JSONObject
     modules: Iterable[Any]  # that took part in the call
     registry: Registry
+    trace_id: str
 
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
@@ -1403,7 +1411,9 @@ class _ErrorMapper:
 
     def _log(self, error: BaseException, text: str, trace: BaseException | None = None) -> None:
         text = _one_line(text[:_LOG_CHARACTERS])[:_LOG_CHARACTERS]
-        logger.error("Tool call error: %s - %s: %s", self.label, type(error).__name__, text, exc_info=trace)
+        line = "Tool call error: %s - %s: %s (trace %s)"
+        extra = {"trace_id": self.trace_id}
+        logger.error(line, self.label, type(error).__name__, text, self.trace_id, exc_info=trace, extra=extra)
 
     def _explain(self, error: ModuleError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
         """What the client reads of apcore's or a module's `error`, and what is reported beside that text."""
@@ -2426,7 +2436,7 @@ class _SearchTools:
         return faults
 
     async def answer(
-        self, name: str, arguments: JSONObject, caller: Identity | None, name_of: Callable[[_Tool], str]
+        self, name: str, arguments: JSONObject, caller: Identity | None, name_of: Callable[[_Tool], str], trace_id: str
     ) -> JSONObject | None:
         """The result of a call of one of the two; None for a `call_tool` that is to call another.
 
@@ -2435,7 +2445,7 @@ class _SearchTools:
         faults = self.faults(name, arguments)
         if faults:
             error = SchemaValidationError("Input validation failed", faults)
-            return _ErrorMapper(label, self.tools[name], arguments, [], self._registry).to_result(error)
+            return _ErrorMapper(label, self.tools[name], arguments, [], self._registry, trace_id).to_result(error)
         if name == _CALL_TOOL:
             return None
         logger.debug("Tool call: %s", label)
@@ -2801,6 +2811,13 @@ def _caller(scope: Mapping[str, Any]) -> Identity | None:
     return Identity(str(name or user), roles=roles)
 
 
+def _trace_sent(ctx: RequestContext) -> dict[str, str]:
+    """The client's span, where it sent one (SEP-414)."""
+    meta: Mapping[str, Any] = ctx.meta or {}
+    texts = {key: meta.get(key) for key in ("traceparent", "tracestate")}
+    return {key: text for key, text in texts.items() if isinstance(text, str) and len(text) <= 512}
+
+
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
 _CONFIRMED_SECONDS = 300.0  # the same where nothing is kept, so that an answer could be sent again
 # How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
@@ -2974,8 +2991,7 @@ class _Call:
         # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
         meta: Mapping[str, Any] = ctx.meta or {}
         self.has_progress_token = "progress_token" in meta
-        texts = {key: meta.get(key) for key in ("traceparent", "tracestate")}
-        self.trace = {key: text for key, text in texts.items() if isinstance(text, str) and len(text) <= 512}
+        self.trace = _trace_sent(ctx)
         self._request_id = ctx.request_id
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= _MODERN and not self.options.stateless
@@ -4075,6 +4091,40 @@ def _tool_names(options: _Options, ctx: RequestContext) -> str:
     return "module-id" if options.tool_names == "auto" else options.tool_names
 
 
+_OUTCOMES_MAX = 100  # of which calls are counted apart: a module's author may make up any number of codes
+_OUTCOME_CHARACTERS = 100
+
+
+def _code_of(outcome: JSONObject | Exception) -> str | None:
+    """What the log calls the outcome of a call: "ok", or the code of its error; None where it is to go on later."""
+    if isinstance(outcome, Exception):
+        code = str(cast(Any, outcome).error.code)  # of JSON-RPC
+    elif "inputRequests" in outcome:
+        return None
+    elif outcome["isError"]:
+        code = outcome["_meta"]["apcore-mcp/error"]["error_type"]
+    else:
+        return "ok"
+    return code[:_OUTCOME_CHARACTERS]
+
+
+def _trace_parent(trace: Mapping[str, str]) -> TraceParent | None:
+    """The span that a call belongs to: OpenTelemetry's, such as the SDK's own, which is one of the client's trace; or,
+    where nobody collects any, the client's."""
+    from opentelemetry.trace import get_current_span
+
+    span = get_current_span().get_span_context()
+    if span.is_valid:
+        trace = {**trace, "traceparent": f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
+    return TraceContext.extract(trace)
+
+
+def _trace_id(trace: Mapping[str, str]) -> str:
+    """The trace of a call that reaches no module."""
+    parent = _trace_parent(trace)
+    return secrets.token_hex(16) if parent is None else parent.trace_id
+
+
 class _ExecutionRouter:
     """Sends a `tools/call` through apcore's Executor and brings back a tool result, whatever happens on the way.
 
@@ -4092,6 +4142,7 @@ class _ExecutionRouter:
         self._options = options
         self.search = _SearchTools(catalog, options)
         self.calls = _Calls()
+        self.ended = Counter[str]()  # how many calls have ended, by what came of them
         _install_steps(self._executor.current_strategy)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
@@ -4107,22 +4158,48 @@ class _ExecutionRouter:
         arguments = params.arguments or {}
         if name in self.search.tools:
             names = _tool_names(self._options, ctx)
-            answer = await self.search.answer(name, arguments, caller, lambda tool: tool.name_as(names))
+            answer = await self.find(name, arguments, caller, lambda tool: tool.name_as(names), _trace_sent(ctx))
             if answer is not None:
                 return answer
             name, arguments = _target_of(arguments)
         tool = self._catalog.find(name)
         if tool is None:
-            name = _one_line(name[:200])
-            text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
-            label = _label(name, caller)
-            logger.debug("Tool call: %s", label)
-            logger.error("Tool call error: %s - ModuleNotFoundError: %s", label, text)
-            return _failure(text, "MODULE_NOT_FOUND")
+            return self.not_found(name, caller, _trace_sent(ctx))
         call = _Call(tool, arguments, self._options, caller, self._options.output_formatter)
         call.attach(ctx)
         call.confirmation = confirmation
         return await self.run(call)
+
+    async def find(
+        self,
+        name: str,
+        arguments: JSONObject,
+        caller: Identity | None,
+        name_of: Callable[[_Tool], str],
+        trace: Mapping[str, str],
+    ) -> JSONObject | None:
+        """The result of a call of one of the two tools of a search; None for a `call_tool` that is to call another."""
+        started = time.perf_counter()
+        trace_id = _trace_id(trace)
+        result = await self.search.answer(name, arguments, caller, name_of, trace_id)
+        if result is not None:
+            self._log_end(name, caller, result, started, trace_id)
+        return result
+
+    def not_found(self, name: str, caller: Identity | None, trace: Mapping[str, str]) -> JSONObject:
+        """The result of a call of a tool that there is not."""
+        started = time.perf_counter()
+        trace_id = _trace_id(trace)
+        name = name[:200]
+        shown = _one_line(name)
+        text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=shown)
+        label = _label(shown, caller)
+        logger.debug("Tool call: %s", label)
+        line = "Tool call error: %s - ModuleNotFoundError: %s (trace %s)"
+        logger.error(line, label, text, trace_id, extra={"trace_id": trace_id})
+        result = _failure(text, "MODULE_NOT_FOUND")
+        self._log_end(name, caller, result, started, trace_id)
+        return result
 
     async def _resume(
         self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
@@ -4140,7 +4217,7 @@ class _ExecutionRouter:
         """Begin a call. Returns its result, or the question that it asks first."""
         context: Context[Any] = Context.create(
             identity=call.caller,
-            trace_parent=TraceContext.extract(call.trace),
+            trace_parent=_trace_parent(call.trace),
             cancel_token=call.token,
             data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
         )
@@ -4180,12 +4257,32 @@ class _ExecutionRouter:
         try:
             outcome = await self._run_module(call, context)
         except BaseException as error:  # a module may raise anything
-            outcome = self._outcome_of(call, error)
+            outcome = self._outcome_of(call, error, context.trace_id)
         self.calls.end(call, outcome)
-        elapsed_ms = (time.perf_counter() - started) * 1000
-        logger.debug("Tool call ended: %s, %.1f ms, trace %s", call.label, elapsed_ms, context.trace_id)
+        self._log_end(call.tool.module_id, call.caller, outcome, started, context.trace_id)
 
-    def _outcome_of(self, call: _Call, error: BaseException) -> JSONObject | Exception:
+    def _log_end(
+        self, tool: str, caller: Identity | None, outcome: JSONObject | Exception, started: float, trace_id: str
+    ) -> None:
+        """Count a call that has ended, and log it. What its caller wrote fits between the quotes of a JSON text."""
+        code = _code_of(outcome)
+        if code is None:
+            return
+        self.ended[code if code in self.ended or len(self.ended) < _OUTCOMES_MAX else "other"] += 1
+        if access_logger.isEnabledFor(logging.INFO):
+            elapsed_ms = (time.perf_counter() - started) * 1000
+            attributes = {
+                "tool": _in_quotes(tool),
+                "caller": "" if caller is None else _in_quotes(caller.id),
+                "outcome": _in_quotes(code),
+                "duration_ms": elapsed_ms,
+                "trace_id": trace_id,
+            }
+            line = "Tool call ended: %(tool)s%(by)s, %(duration_ms).1f ms, trace %(trace_id)s: %(outcome)s"
+            by = f" (caller: {attributes['caller']})" if caller is not None else ""
+            access_logger.info(line, {**attributes, "by": by}, extra=attributes)
+
+    def _outcome_of(self, call: _Call, error: BaseException, trace_id: str) -> JSONObject | Exception:
         """What a call is answered with that has raised `error`."""
         if isinstance(error, _Asked):
             questions = {_APPROVAL: error.question}
@@ -4196,7 +4293,7 @@ class _ExecutionRouter:
         if call.task is not None and call.task.cancelling():
             return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
         modules = [*call.modules.values()]
-        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry)
+        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry, trace_id)
         result = mapper.to_result(error)
         unasked = _unasked(error)
         if unasked and unasked.lacks_capability:
@@ -4608,6 +4705,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
             return answer({"error": "Tool execution is disabled"}, 403)
         tool = bridge.catalog.find(request.path_params["name"])
         if tool is None:
+            bridge.router.not_found(request.path_params["name"], _caller(request.scope), {})
             return not_found(request)
         try:
             arguments = from_json(await request.body(), allow_inf_nan=False)
@@ -5091,18 +5189,19 @@ async def run_openai_call(
         inputs = _read_arguments(name, arguments)
     except ValueError as error:
         return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
-    search_tools = _SearchTools(catalog, options)
-    if name in search_tools.tools:
-        answer = await search_tools.answer(name, inputs, identity, lambda tool: _portable_name(tool.module_id))
+    router = _ExecutionRouter(catalog, options)
+    if name in router.search.tools:
+        answer = await router.find(name, inputs, identity, lambda tool: _portable_name(tool.module_id), {})
         if answer is not None:
             return str(answer["content"][0]["text"])
         name, inputs = _target_of(inputs)
     try:
         tool = _called_tool(options, name)
     except _NotOffered:
+        router.not_found(name, identity, {})
         return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
     call = _Call(tool, _drop_nulls(inputs, tool.input_schema)[0], options, identity)
-    result = await _ExecutionRouter(catalog, options).run(call)
+    result = await router.run(call)
     text, *files = result["content"]
     lines = [text["text"]]
     for file in files:

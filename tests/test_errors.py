@@ -166,7 +166,9 @@ async def test_an_error_of_apcore_is_told_in_one_plain_sentence(
     error = make()
     (record,) = errors_logged(caplog)
     logged = getattr(error, "message", str(error)).replace("\ud800", "\\ud800")
-    assert record.getMessage() == f"Tool call error: {tool} - {type(error).__name__}: {logged}"
+    message, trace_id = re.fullmatch(r"(.*) \(trace ([0-9a-f]{32})\)", record.getMessage(), re.DOTALL).groups()  # type: ignore[union-attr]
+    assert message == f"Tool call error: {tool} - {type(error).__name__}: {logged}"
+    assert trace_id in caplog.messages[-1], "the line of the call's end"
     began = [(r.levelno, r.getMessage()) for r in caplog.records if r.getMessage().startswith("Tool call: ")]
     assert began == [(logging.DEBUG, f"Tool call: {tool}")]
 
@@ -204,7 +206,8 @@ async def test_a_tool_that_nobody_knows_is_told_and_logged_like_one_that_fails(
     assert report["error_type"] == "MODULE_NOT_FOUND"
     said = [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
     assert "DEBUG Tool call: nope.x" in said
-    assert "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x" in said
+    error = "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x (trace "
+    assert [line for line in said if line.startswith(error)]
 
 
 FORGED = "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"

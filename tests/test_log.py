@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import json
+import logging
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import RawClient, free_port
-from support import run
+from apcore import ACL, ACLRule, Executor, Identity, ModuleError
+from conftest import FunctionalModule, RawClient, connect, echo, free_port, registry_of, serving
+from support import SECRET_TEXT, client_of, run
+
+from apcore_mcp import run_openai_call
 
 FAILING = """
 import os
@@ -113,3 +120,123 @@ def test_an_error_at_the_start_is_the_last_line_behind_what_was_logged(tmp_path:
     assert "WARNING: " in first
     assert last.startswith("Error: ")
     assert ended.returncode == 2
+
+
+# ---- A line for each call that ends ----
+
+
+@pytest.fixture
+def access(caplog: pytest.LogCaptureFixture) -> Any:
+    """The records of calls that have ended so far."""
+    caplog.set_level(logging.INFO, logger="apcore_mcp")
+    return lambda: [record for record in caplog.records if record.name == "apcore_mcp.access"]
+
+
+def facts(record: Any) -> tuple[str, str, str]:
+    assert record.levelno == logging.INFO
+    assert len(record.trace_id) == 32
+    assert record.duration_ms >= 0
+    assert all(str(fact) in record.getMessage() for fact in (record.tool, record.outcome, record.trace_id))
+    return record.tool, record.caller, record.outcome
+
+
+def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    raise ModuleError("OUT_OF_STOCK", "no more")
+
+
+async def test_each_call_that_ends_is_a_line_however_it_was_called_and_ended(mode: str, access: Any) -> None:
+    """Those of `search_tools` too, and of a tool that there is not; one through `call_tool` is that tool's."""
+    token = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
+    marked = FunctionalModule(echo, input_schema=token, output_schema=token)
+    modules = {"t.echo": echo, "t.fail": fail, "t.marked": marked, "door.open": echo}
+    acl = ACL([ACLRule(callers=["@external"], targets=["t.*"], effect="allow")], default_effect="deny")
+    executor = Executor(registry_of(modules), acl=acl)
+    through = {"name": "t.echo", "arguments": {"token": SECRET_TEXT}}
+    async with connect(executor, mode=mode, search=True) as client:
+        for name, arguments, tool, outcome in (
+            ("t.echo", {}, "t.echo", "ok"),
+            ("t-echo", {}, "t.echo", "ok"),
+            ("t.marked", {"token": SECRET_TEXT}, "t.marked", "ok"),
+            ("t.fail", {}, "t.fail", "OUT_OF_STOCK"),
+            ("door.open", {}, "door.open", "ACL_DENIED"),
+            ("no.such\nCRITICAL", {}, r"no.such\nCRITICAL", "MODULE_NOT_FOUND"),
+            ("search_tools", {"query": "echo"}, "search_tools", "ok"),
+            ("search_tools", {}, "search_tools", "SCHEMA_VALIDATION_ERROR"),
+            ("call_tool", {}, "call_tool", "SCHEMA_VALIDATION_ERROR"),
+            ("call_tool", through, "t.echo", "ok"),
+        ):
+            before = len(access())
+            await client.call_tool(name, arguments)
+            (record,) = access()[before:]
+            assert facts(record) == (tool, "", outcome)
+            assert SECRET_TEXT not in repr(vars(record))
+
+
+async def test_a_line_names_the_caller_in_one_line_that_fits_into_json(access: Any) -> None:
+    async def run_as(caller: str) -> None:
+        await run_openai_call(registry_of({"t.echo": echo}), "t-echo", "{}", identity=Identity(caller))
+
+    form = '{{"tool": "{tool}", "caller": "{caller}", "outcome": "{outcome}", "ms": {duration_ms:.1f}}}'
+    for caller in ("ann", 'Zo\u00eb "7"\\', "ann\nCRITICAL\u2028\x1b[2J"):
+        await run_as(caller)
+        line = logging.Formatter(form, style="{").format(access()[-1])
+        assert line.isprintable()
+        assert json.loads(line)["caller"] == caller
+        assert len(access()[-1].getMessage().splitlines()) == 1
+
+
+async def test_calls_of_the_explorer_and_for_openai_are_lines_too(access: Any) -> None:
+    registry = registry_of({"t.echo": echo})
+    with serving(registry, explorer=True, allow_execute=True) as url:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for name in ("t.echo", "nope"):
+                await client.post(f"{url}/explorer/tools/{name}/call", json={})
+    await run_openai_call(registry, "nope", "{}")
+    expected = [("t.echo", "", "ok"), ("nope", "", "MODULE_NOT_FOUND"), ("nope", "", "MODULE_NOT_FOUND")]
+    assert [*map(facts, access())] == expected
+
+
+async def test_a_call_that_is_cancelled_is_a_line(access: Any) -> None:
+    entered = threading.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        entered.set()
+        await asyncio.Event().wait()
+        return {}
+
+    with serving(registry_of({"t.wait": wait})) as url:
+        async with client_of(url) as client:
+            calling = asyncio.create_task(client.call_tool("t.wait"))
+            assert await asyncio.to_thread(entered.wait, 10)
+            calling.cancel()
+            await asyncio.wait({calling})
+    assert [*map(facts, access())] == [("t.wait", "", "EXECUTION_CANCELLED")]
+
+
+async def test_the_line_of_an_error_and_that_of_its_call_name_the_same_trace(
+    access: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connect({"t.fail": fail}) as client:
+        for name in ("t.fail", "nope"):
+            caplog.clear()
+            await client.call_tool(name)
+            (record,) = access()
+            (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert record.trace_id in error.getMessage()
+
+
+async def test_calls_leave_no_line_where_the_log_is_for_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="apcore_mcp")
+    async with connect({"t.echo": echo}) as client:
+        await client.call_tool("t.echo")
+    assert caplog.records == []
+
+
+async def test_the_trace_in_the_log_is_that_of_the_span_that_is_open(access: Any) -> None:
+    """OpenTelemetry's: the SDK opens one for each request, and a program may have one of its own."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
+
+    context = SpanContext(int("4bf92f3577b34da6a3ce929d0e0e4736", 16), 7, False, TraceFlags(1))
+    with use_span(NonRecordingSpan(context)):
+        await run_openai_call(registry_of({"t.echo": echo}), "t-echo", "{}")
+    assert access()[-1].trace_id == "4bf92f3577b34da6a3ce929d0e0e4736"

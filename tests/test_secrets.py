@@ -341,7 +341,7 @@ async def test_a_module_without_secrets_that_calls_others_without_them_says_all(
     async with connect(modules) as client:
         result = await client.call_tool("quoting_it", {"how": "open"})
     failure(result, "Invalid input: cannot log in: no {'how': 'open'}")
-    assert errors_logged(caplog)[0].getMessage().endswith("cannot log in: no {'how': 'open'}")
+    assert "cannot log in: no {'how': 'open'} (trace " in errors_logged(caplog)[0].getMessage()
 
 
 async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_and_where(
@@ -355,7 +355,7 @@ async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_a
     assert "login.plain - RuntimeError: (not shown: it may quote sensitive values)" in unexpected
     assert "login.invalid - InvalidInputError: (not shown: it may quote sensitive values)" in invalid
     for message in (unexpected, invalid):
-        assert re.search(r"values\) at test_secrets\.py:\d+ in throw$", message)
+        assert re.search(r"values\) at test_secrets\.py:\d+ in throw \(trace \w+\)$", message)
 
 
 REFUSING: dict[str, dict[str, Any]] = {
@@ -378,7 +378,8 @@ async def test_the_log_of_a_failure_that_may_quote_a_secret_is_one_line_with_one
         failure(await client.call_tool("login.now", arguments))
     (record,) = errors_logged(caplog)
     place = r"test_secrets\.py:\d+ in <lambda>" if name == "JSONDecodeError" else r"\w+\.py:\d+ in \w+"
-    expected = rf"Tool call error: login\.now - {name}: \(not shown: it may quote sensitive values\) at {place}"
+    unshown = r"\(not shown: it may quote sensitive values\)"
+    expected = rf"Tool call error: login\.now - {name}: {unshown} at {place} \(trace \w{{32}}\)"
     assert re.fullmatch(expected, logging.Formatter("%(message)s").format(record))
 
 

@@ -159,8 +159,9 @@ async def test_every_log_line_of_a_call_names_its_caller(mode: str, caplog: pyte
             for name in (*modules, "nope.x"):
                 await session.client.call_tool(name)
         lines = [line for line in caplog.messages if line.startswith(("Tool call", "output_formatter"))]
-        assert len(lines) == 14, "a beginning, an error and an end each"
-        assert f"Tool call error: t.fail{named} - ModuleError: the door is locked" in lines
+        assert len(lines) == 15, "a beginning, an error and an end each"
+        error = f"Tool call error: t.fail{named} - ModuleError: the door is locked (trace "
+        assert [line for line in lines if line.startswith(error)]
         assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
 
 
