@@ -3469,6 +3469,8 @@ class _Signature:
             if alias is not None or field.metadata or name in self.filled or not _is_as_sent(field.annotation):
                 self.read[name] = alias if isinstance(alias, str) else name
         self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
+        # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
+        self.keeps_models = self.is_wrapped and not _has_marks(module, "output_schema")
 
 
 _SIGNATURES = weakref.WeakKeyDictionary[FunctionModule, _Signature]()
@@ -3533,8 +3535,8 @@ class _Function:
 
     def _output(self, result: Any) -> JSONObject:
         """What the function returned, in the form that apcore has promised."""
-        if isinstance(result, BaseModel):
-            result = result.model_dump()  # as apcore does, whose redaction looks into dicts alone
+        if isinstance(result, BaseModel) and not self._signature.keeps_models:
+            result = result.model_dump()
         if self._signature.is_wrapped:
             return {"result": result}
         if result is None:

@@ -27,7 +27,17 @@ from apcore.errors import ModuleError, SchemaValidationError
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import HANDSHAKE, MODERN, connect
 from jsonschema import Draft202012Validator
-from pydantic import AfterValidator, BaseModel, Field, RootModel, StringConstraints, create_model, validate_call
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    StringConstraints,
+    computed_field,
+    create_model,
+    validate_call,
+)
 from support import SECRET_TEXT, accept, asking, text_of
 from typing_extensions import TypedDict
 
@@ -78,6 +88,19 @@ class Days(RootModel[list[date]]): ...
 class Point:
     x: float
     day: date | None = None
+
+
+class Odd(BaseModel):
+    """What it dumps, it does not take."""
+
+    model_config = ConfigDict(extra="forbid")
+    number: int = Field(alias="no")
+    point: Point
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def twice(self) -> int:
+        return 2 * self.number
 
 
 class Row(TypedDict, total=False):
@@ -567,6 +590,7 @@ RESULTS: list[tuple[Any, Any, Any]] = [
     (dict[str, Item] | None, {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}),
     (list[Item] | None, None, None),
     (list[Item], [Item(name="a")], [{"name": "a", "day": None, "color": "red"}]),
+    (Odd | None, Odd(no=2, point=Point(1)), {"no": 2, "point": {"x": 1, "day": None}, "twice": 4}),
     (Any, None, None),
     (Any, 1, 1),
     (Any, {"a": DAY}, {"a": ISO}),
