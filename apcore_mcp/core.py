@@ -3444,6 +3444,26 @@ def _is_as_sent(hint: Any) -> bool:
     return hint in (str, int, bool, NoneType, list, dict, Any)
 
 
+def _type_of_others(function: Callable[..., Any]) -> TypeAdapter[JSONObject] | None:
+    """The type of what `**kwargs` takes, as a dict; None where its hint says no more than JSON, or pydantic knows it
+    not."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            hint = get_type_hints(function, include_extras=True).get(name, Any)
+            with suppress(PydanticSchemaGenerationError):
+                return None if _is_as_sent(hint) else TypeAdapter(cast(Any, dict)[str, hint])
+    return None
+
+
+def _read_strictly(read_json: Callable[..., T], read_python: Callable[..., T], values: JSONObject) -> T:
+    """`values` read as apcore reads arguments: as JSON, or where another module passes what JSON has not, as Python."""
+    try:
+        text = json.dumps(values)
+    except (TypeError, ValueError):
+        return read_python(values, strict=True)
+    return read_json(text, strict=True)
+
+
 class _Signature:
     """What the calls of a function need to know of its signature, read once for each module that apcore made of one.
 
@@ -3454,7 +3474,8 @@ class _Signature:
         self.contexts: list[str] = []  # the parameters that are given the call's Context
         self.positional_only: list[str] = []
         self.filled: list[str] = []  # those whose default is in the model: `limit: int = Field(10, le=50)`
-        for name, parameter in inspect.signature(_function_of(module)).parameters.items():
+        function = _function_of(module)
+        for name, parameter in inspect.signature(function).parameters.items():
             if name in ("self", "cls") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if name not in fields:
@@ -3468,6 +3489,7 @@ class _Signature:
             alias = field.validation_alias
             if alias is not None or field.metadata or name in self.filled or not _is_as_sent(field.annotation):
                 self.read[name] = alias if isinstance(alias, str) else name
+        self.reads_others = _type_of_others(function) is not None  # apcore's model knows no type of `**kwargs`
         self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
         # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
         self.keeps_models = self.is_wrapped and not _has_marks(module, "output_schema")
@@ -3514,24 +3536,31 @@ class _Function:
         """What was sent, by parameters and as their hints say: read as apcore has read it to validate it. What has not
         been sent is left to the function's own defaults, and what it does not take, to its refusal."""
         names = self._signature.read
+        values = {name: value for name, value in inputs.items() if name not in names.values()}
+        if self._signature.reads_others:
+            fields = self._model.model_fields
+            values |= self._read_others({name: value for name, value in values.items() if name not in fields})
         if not names:
-            return inputs
+            return values
         try:
-            try:
-                text = json.dumps(inputs)
-            except (TypeError, ValueError):  # another module calls this one, with Python's values
-                model = self._model.model_validate(inputs, strict=True)
-            else:
-                model = self._model.model_validate_json(text, strict=True)
+            model = _read_strictly(self._model.model_validate_json, self._model.model_validate, inputs)
         except ValidationError:  # the Executor does without validation
             return inputs
-        values = {name: value for name, value in inputs.items() if name not in names.values()}
         for name in names:
             if name in values:  # or a client could send what nothing has validated
                 raise TypeError(f"{name} is sent as {names[name]}")
             if name in model.model_fields_set or name in self._signature.filled:
                 values[name] = vars(model)[name]
         return values
+
+    def _read_others(self, values: JSONObject) -> JSONObject:
+        """What was sent for `**kwargs`."""
+        others = cast(TypeAdapter[JSONObject], _type_of_others(self._function))
+        try:
+            return _read_strictly(others.validate_json, others.validate_python, values)
+        except ValidationError as error:
+            faults = [*map(_fault_of, error.errors())]
+            raise SchemaValidationError(f"Input validation failed: {faults}", faults) from None
 
     def _output(self, result: Any) -> JSONObject:
         """What the function returned, in the form that apcore has promised."""

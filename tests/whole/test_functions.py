@@ -237,6 +237,12 @@ async def test_what_a_hint_does_not_say_is_refused_as_ever_and_reaches_no_functi
     assert function.got == []  # type: ignore[attr-defined]
 
 
+async def test_what_the_hint_of_kwargs_does_not_say_is_refused_by_name() -> None:
+    registry = registry_of_functions(hinted_others)
+    text = await answer(registry, "hinted_others", first=1, on=ISO, off="soon")
+    assert text.startswith("Input validation failed:\n- off: Input should be a valid date")
+
+
 SHARED: list[date] = []
 
 
@@ -251,6 +257,14 @@ def by_name(*, day: date, share: float = 2) -> str:
 
 def open_ended(day: date, **more: Any) -> str:
     return repr((day, more))
+
+
+def hinted_others(first: int, **days: date) -> str:
+    return repr((first, days))
+
+
+def others_of_no_type(**things: Clinic) -> str:
+    return repr(things)
 
 
 def with_context(first: int, ctx: Context, day: date = DAY) -> str:
@@ -326,6 +340,9 @@ FORMS: list[tuple[Any, dict[str, Any], Any]] = [
     (by_name, {"day": ISO}, (DAY, 2)),
     (by_name, {"day": ISO, "share": 3}, (DAY, 3.0)),
     (open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})),
+    (hinted_others, {"first": 1, "on": ISO}, (1, {"on": DAY})),
+    (hinted_others, {"first": 1}, (1, {})),
+    (others_of_no_type, {"a": [ISO]}, {"a": [ISO]}),
     (with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)),
     (plain_with_context, {"word": "a"}, ("a", "Context", 3)),
     (no_context, {"context": ISO}, DAY),
