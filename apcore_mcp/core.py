@@ -2107,8 +2107,7 @@ def _bound(entry: Any, path: str) -> FunctionModule:
             schemas["input_schema"] = _SchemaConverter().inline(schemas["input_schema"])
         with suppress(_Unconvertible):
             schemas["output_schema"] = _schema_of_results(_SchemaConverter().inline(schemas["output_schema"]))
-        module.input_schema = schemas["input_schema"]
-        module.output_schema = schemas["output_schema"]
+        vars(module).update(schemas)  # it is declared to have models, and `register` takes dicts as well
     return module
 
 
