@@ -250,6 +250,9 @@ class _Options:
     approval: str | ApprovalHandler = _option("require", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
+    max_sessions: int = _option(10_000, "sessions of handshake clients at a time; one more gets 503", type=int)
+    session_idle_seconds: float = _option(1_800.0, "seconds without a request until a session ends", type=float)
+    shutdown_seconds: float = _option(5.0, "seconds that running calls have when the server ends", type=float)
     state_key: str | bytes | None = _option(None, _STATE_KEY_HELP, repr=False, metavar="KEY")
     allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+")
     metrics_collector: Any = None
@@ -297,6 +300,13 @@ class _Options:
                 raise ValueError(f"{name} must not hold an empty text")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
+        if self.max_sessions < 1:
+            raise ValueError(f"max_sessions must be 1 or more; got {self.max_sessions}")
+        idle = self.session_idle_seconds
+        if not 0 < idle < math.inf:
+            raise ValueError(f"session_idle_seconds must be a number of seconds above 0; got {idle}")
+        if not 0 <= self.shutdown_seconds < math.inf:
+            raise ValueError(f"shutdown_seconds must be a number of seconds, 0 or more; got {self.shutdown_seconds}")
         if self.state_key is not None:
             if len(self.state_key_bytes or b"") < 32:
                 raise ValueError("state_key must be a secret of 32 bytes or more")
@@ -4362,7 +4372,6 @@ class _ExecutionRouter:
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
-_SHUTDOWN_SECONDS = 5.0  # what running calls are given when the server ends (NFR-REL-001)
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
@@ -4459,10 +4468,11 @@ class _Bridge:
         self.endless.add(loop.create_task(self._notify_of_changes()))
 
     async def finish(self) -> None:
-        """End the streams that clients listen on, wait for running requests (5 seconds at most), and end the rest."""
+        """End the streams that clients listen on, wait for running requests (`shutdown_seconds` at most, NFR-REL-001),
+        and end the rest."""
         from anyio import CancelScope, current_time
 
-        self.deadline = self.deadline or current_time() + _SHUTDOWN_SECONDS
+        self.deadline = self.deadline or current_time() + self.options.shutdown_seconds
         self._listener.close()
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
@@ -4772,7 +4782,6 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
 
 # ---- HTTP: the Starlette app and the guard before it ----
 
-_IDLE_SECONDS = 1_800.0  # without a request, and a handshake client has to begin anew
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
 _SESSION_ID = re.compile(r"[!-~]{0,200}")  # the characters are MCP's; the SDK's own ids have 32 of them
@@ -4942,10 +4951,12 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     from starlette.routing import Mount, Route
 
     options = bridge.options
-    idle_seconds = None if options.stateless else _IDLE_SECONDS
-    sessions = StreamableHTTPSessionManager(
-        bridge.server, stateless=options.stateless, session_idle_timeout=idle_seconds
-    )
+    limits: dict[str, Any] = {}
+    if not options.stateless:
+        limits["session_idle_timeout"] = options.session_idle_seconds
+    if "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters:  # from mcp 2.2 on
+        limits["max_sessions"] = options.max_sessions
+    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
@@ -5162,7 +5173,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve the client at the other ends of stdin and stdout. Yields a task that ends when the client has gone.
 
     A client that closes its end of stdout has gone, so its input ends, too. When the input ends, the requests that were
-    read before are answered, within 5 seconds at most; then the client is given a second to read."""
+    read before are answered, within `shutdown_seconds`; then the client is given a second to read."""
     loop = asyncio.get_running_loop()
     async with _pipes() as (source, sink):
         # No limit to a line: a request that is too long would be refused without its id, and its client wait for ever.
@@ -5477,7 +5488,7 @@ class MCPServer:
         self._life.started.result()
 
     def stop(self) -> None:
-        """Ask the server to end, and return at once; running calls are given 5 seconds."""
+        """Ask the server to end, and return at once; running calls are given `shutdown_seconds`."""
         self._life.stop()
 
     def wait(self) -> None:
@@ -5496,8 +5507,8 @@ def serve(options: _Options) -> None:
         serve(registry, transport="streamable-http", port=8000)   # http://127.0.0.1:8000/mcp
 
     Pass an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
-    SIGTERM, or when a stdio client has gone, once running calls have ended or had 5 seconds to. `on_startup` runs as
-    soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
+    SIGTERM, or when a stdio client has gone, once running calls have ended or had `shutdown_seconds`. `on_startup` runs
+    as soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
     `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
     ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
     Source: FR-SERVER-001 to -011."""

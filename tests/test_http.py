@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -659,10 +660,9 @@ async def stubborn(inputs, context):
         except asyncio.CancelledError:
             pass
 
-sys.modules["apcore_mcp.core"]._SHUTDOWN_SECONDS = float(sys.argv[3])
 serve(
-    registry, transport=sys.argv[1], port=int(sys.argv[2]), explorer=True, allow_execute=True,
-    on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
+    registry, transport=sys.argv[1], port=int(sys.argv[2]), shutdown_seconds=float(sys.argv[3]),
+    explorer=True, allow_execute=True, on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
 )
 say("returned")
 """
@@ -810,6 +810,32 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
             raise failure
 
 
+@pytest.mark.skipif(version("mcp").startswith("2.1."), reason="this SDK has no limit")
+async def test_a_client_that_would_open_one_session_too_many_is_told_so_until_another_has_ended() -> None:
+    hello = message("initialize", initialize_params("2025-11-25"))
+    async with asgi_client(registry_of(), max_sessions=1) as client:
+        opened = await client.post("/mcp", json=hello, headers=ACCEPT)
+        refused = await client.post("/mcp", json=hello, headers=ACCEPT)
+        assert (opened.status_code, refused.status_code) == (200, 503)
+        assert answer(refused)["error"]["message"] == "Too many open sessions"
+        assert (await client.post("/mcp", **modern("tools/list"))).status_code == 200
+        await client.delete("/mcp", headers={"Mcp-Session-Id": opened.headers["mcp-session-id"]})
+        assert (await client.post("/mcp", json=hello, headers=ACCEPT)).status_code == 200
+
+
+def test_a_session_in_which_nothing_is_said_ends_after_the_seconds_that_it_may_be_idle() -> None:
+    async def story(clock: Clock) -> None:
+        async with asgi_client(registry_of(), session_idle_seconds=60) as client:
+            hello = message("initialize", initialize_params("2025-11-25"))
+            opened = await client.post("/mcp", json=hello, headers=ACCEPT)
+            headers = {**ACCEPT, "Mcp-Session-Id": opened.headers["mcp-session-id"]}
+            for seconds, status in ((50, 200), (70, 404)):
+                await clock.put_forward(seconds)
+                assert (await client.post("/mcp", json=message("ping"), headers=headers)).status_code == status
+
+    with_clock(story)
+
+
 # ---- Health ----
 
 
@@ -925,8 +951,7 @@ def test_an_answer_that_is_being_read_when_the_server_ends_is_read_to_its_end() 
     assert ended.wait(15)
 
 
-def test_middleware_that_hangs_does_not_keep_the_server_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apcore_mcp.core._SHUTDOWN_SECONDS", 0.1)
+def test_middleware_that_hangs_does_not_keep_the_server_for_ever() -> None:
     entered = threading.Event()
 
     def hanging(app: Any) -> Any:
@@ -936,7 +961,8 @@ def test_middleware_that_hangs_does_not_keep_the_server_for_ever(monkeypatch: py
 
         return hang
 
-    with contextlib.ExitStack() as stack, serving(registry_of(), middleware=[Middleware(hanging)]) as url:
+    options: dict[str, Any] = {"middleware": [Middleware(hanging)], "shutdown_seconds": 0.1}
+    with contextlib.ExitStack() as stack, serving(registry_of(), **options) as url:
         client = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port)))
         client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert entered.wait(20)

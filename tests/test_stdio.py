@@ -95,9 +95,8 @@ async def deaf(inputs, context):
 
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
-if sys.argv[1:]:
-    apcore_mcp.core._SHUTDOWN_SECONDS = float(sys.argv[1])
-serve(registry, transport="STDIO", host="", port=0, on_shutdown=lambda: tell("stopping"))
+shutdown = {"shutdown_seconds": float(text) for text in sys.argv[1:]}
+serve(registry, transport="STDIO", host="", port=0, on_shutdown=lambda: tell("stopping"), **shutdown)
 print("noise-after")
 """
 
