@@ -3872,8 +3872,8 @@ class _AllSpellings(_AnySchema):
                 aliases = [aliases]
             if not all(isinstance(alias, list) for alias in aliases):
                 aliases = [aliases]
-            for first, *path in aliases:
-                spelled = copy.deepcopy(properties.get(name, {}))
+            for first, *path in aliases if name in properties else ():
+                spelled = copy.deepcopy(properties[name])
                 for step in reversed(path):
                     spelled = {"properties": {step: spelled}} if isinstance(step, str) else _at_index(step, spelled)
                 properties[first] = {"allOf": [properties[first], spelled]} if first in properties else spelled
@@ -5315,6 +5315,19 @@ async def _run_callback(callback: Callable[[], Any] | None) -> None:
         await result
 
 
+def _log_unasked(options: _Options, tools: Iterable[_Tool]) -> None:
+    """Warn of the modules that nobody can be asked about, on a server without sessions that has no key."""
+    approval = options.approval
+    governance = options.executor.governance_state()
+    asks_users = approval in ("auto", "require") or isinstance(approval, ElicitationApprovalHandler)
+    if not options.stateless or options.state_key or not asks_users or governance.approval_handler_configured:
+        return
+    gated = [tool.module_id for tool in tools if tool.about.annotations.requires_approval]
+    if gated:
+        fate = "run unasked" if approval == "auto" and not governance.policy_strict else "are refused"
+        logger.warning("Nobody can be asked for approval without state_key: calls of %s %s", ", ".join(gated), fate)
+
+
 async def _log_start(bridge: _Bridge, address: str) -> None:
     """Log that the server accepts clients, at what `address`, and what is unusual about it."""
     options = bridge.options
@@ -5327,11 +5340,7 @@ async def _log_start(bridge: _Bridge, address: str) -> None:
         logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
-    if options.stateless and options.state_key is None and options.approval in ("auto", "require"):
-        gated = [tool.module_id for tool in tools if tool.about.annotations.requires_approval]
-        if gated and not options.executor.governance_state().approval_handler_configured:
-            fate = "run unasked" if options.approval == "auto" else "are refused"
-            logger.warning("Nobody can be asked for approval without state_key: calls of %s %s", ", ".join(gated), fate)
+    _log_unasked(options, tools)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     if not options.search:

@@ -1219,18 +1219,23 @@ def test_the_key_is_in_no_text_of_the_options() -> None:
     ("options", "says"),
     [
         ({}, "calls of burn, wipe are refused"),
+        ({"approval": ElicitationApprovalHandler()}, "calls of burn, wipe are refused"),
         ({"approval": "auto"}, "calls of burn, wipe run unasked"),
+        ({"approval": "auto", "policy": ExecutionPolicy(strict=True)}, "calls of burn, wipe are refused"),
+        ({"approval": "auto", "approval_handler": AutoApproveHandler()}, ""),
         ({"approval": "deny"}, ""),
         ({"approval": "off"}, ""),
         ({"state_key": KEY}, ""),
         ({"stateless": False}, ""),
     ],
-    ids=["require", "auto", "deny", "off", "key", "sessions"],
+    ids=["require", "handler", "auto", "strict", "executors-own", "deny", "off", "key", "sessions"],
 )
 def test_a_start_names_what_nobody_can_be_asked_about(
     options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(registry_of({"wipe": guarded([]), "burn": guarded([]), "ask": ask}), **{"stateless": True, **options}):
+    served = {"stateless": True, **options}
+    governed = {name: served.pop(name) for name in ("policy", "approval_handler") if name in served}
+    with serving(Executor(registry_of({"wipe": guarded([]), "burn": guarded([]), "ask": ask}), **governed), **served):
         pass
     warnings = [text.partition(": ")[2] for text in messages_logged(caplog) if "Nobody can be asked" in text]
     assert warnings == ([says] if says else [])
