@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import re
 import runpy
@@ -23,6 +24,7 @@ from typing import Any
 
 import httpx
 import pytest
+from apcore import Identity
 from conftest import (
     EXTENSIONS,
     HANDSHAKE,
@@ -211,6 +213,24 @@ def test_every_link_of_the_readme_leads_somewhere_and_one_to_every_recipe() -> N
         assert not heading or heading in headings(target), heading
     for heading in re.findall(r"^## (.+)$", RECIPES, re.MULTILINE):
         assert f"[{heading}](examples/operation.md#" in README
+
+
+async def test_the_recipe_for_logs_makes_each_call_a_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```json\n(.+?)```", RECIPES, re.DOTALL)
+    config, logger = json.loads(block), logging.getLogger("apcore_mcp.access")
+    form = config["formatters"][config["handlers"]["calls"]["formatter"]]
+    assert config["loggers"][logger.name]["handlers"] == ["calls"]
+    handler = logging.StreamHandler(sys.stdout)  # without `dictConfig`, which would change every other test's log
+    handler.setFormatter(logging.Formatter(form["format"], style=form["style"]))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    registry = registry_of({"t.echo": echo})
+    for name, outcome in (("t-echo", "ok"), ("t-none", "MODULE_NOT_FOUND")):
+        await run_openai_call(registry, name, "{}", identity=Identity('Zoë "7"'))
+        line = json.loads(capsys.readouterr().out)
+        assert (line["caller"], line["outcome"]) == ('Zoë "7"', outcome)
 
 
 def accepts(port: int) -> bool:
