@@ -369,6 +369,7 @@ def main() -> None:
     parser.add_argument("--resource", metavar="URL", help="the server as clients name it; http://127.0.0.1:PORT/mcp")
     parser.add_argument("--scopes", nargs="+", default=[], metavar="S", help="what every token must have")
     parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers as one")
+    parser.add_argument("--shutdown-seconds", type=float, default=5.0, help="what running calls have when it ends")
     parser.add_argument("--explorer", action="store_true", help="serve the Tool Explorer, and let it run tools")
     parser.add_argument("--log-config", metavar="FILE", help="JSON for logging.config.dictConfig")
     arguments = parser.parse_args()
@@ -387,6 +388,7 @@ def main() -> None:
             stateless=arguments.stateless,
             # A secret is no flag, which everybody on the machine could read: `ps` shows them.
             state_key=(os.environ.get("APCORE_MCP_STATE_KEY") or None) if arguments.stateless else None,
+            shutdown_seconds=arguments.shutdown_seconds,
             metrics_collector=True,
             explorer=arguments.explorer,
             allow_execute=arguments.explorer,

@@ -241,7 +241,7 @@ def accepts(port: int) -> bool:
 
 def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
     """Each server lets those who come by its name find their login, which takes its flags."""
-    (unit,) = re.findall(r"^ExecStart=\S+ (.+\\\n.+)$", RECIPES, re.MULTILINE)
+    (unit,) = re.findall(r"^ExecStart=\S+ ((?:.+\\\n)+.+)$", RECIPES, re.MULTILINE)
     (container,) = re.findall(r"^CMD (\[.+\\\n.+\])$", RECIPES, re.MULTILINE)
     checks = re.findall(r"^(?:ExecStartPre=/\S+|RUN python) (.+ --check)$", RECIPES, re.MULTILINE)
     servers = {}
