@@ -3805,7 +3805,9 @@ def _approval_question(request: ApprovalRequest) -> str:
     model: Any = getattr(module, "input_schema", None)
     is_model = isinstance(model, _Model)
     if is_model:
-        schemas.append(TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AllSpellings))
+        spelled = TypeAdapter(model).json_schema(by_alias=False, schema_generator=_AllSpellings)
+        if spelled != schemas[0]:
+            schemas.append(spelled)
     forms = [_inlined_or_marked(schema) for schema in schemas if _marks_sensitive(schema)]
     arguments = json.loads(json.dumps(request.arguments, default=_argument_as_json))
     shown = _redact(arguments, *map(_marks, forms), forms=forms if is_model else None)

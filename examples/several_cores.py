@@ -33,7 +33,7 @@ def count(below: int) -> int:
 
 @contextlib.asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    key = os.environ.get("APCORE_MCP_STATE_KEY")
+    key = os.environ.get("APCORE_MCP_STATE_KEY") or None
     # No sessions, so any process can answer any request.
     async with async_serve(registry, stateless=True, state_key=key) as tools:
         app.mount("/", tools)
