@@ -1295,10 +1295,11 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
 
     Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take minutes
     where a pydantic model takes milliseconds."""
-    for name in _unknown_arguments(tool, arguments):
+    unknown = dict.fromkeys(_unknown_arguments(tool, arguments))  # in their order
+    for name in unknown:
         yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
     if not hasattr(tool.model, "model_validate_json"):
-        known = {name: value for name, value in arguments.items() if name not in _unknown_arguments(tool, arguments)}
+        known = {name: value for name, value in arguments.items() if name not in unknown}
         for error in _ArgumentsValidator(tool.input_schema).iter_errors(known):
             yield from _leaves(error)
         return

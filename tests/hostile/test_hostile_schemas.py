@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from apcore import Registry
+from apcore import FunctionModule, Registry
 from conftest import FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from support import INTEGER, STRING, check, nested, one, subschemas
 
-from apcore_mcp import from_openai_call, to_openai_tools
+from apcore_mcp import from_openai_call, run_openai_call, to_openai_tools
 
 # ---- References of every legal form ----
 
@@ -236,3 +236,13 @@ def test_whatever_a_model_writes_in_strict_mode_comes_back_as_what_the_module_ac
         _, inputs = from_openai_call(registry, "a-module", json.dumps(sent))
         errors = [error.message for error in Draft202012Validator(schema).iter_errors(inputs)]
         assert errors == [], (schema, sent, inputs)
+
+
+async def test_arguments_that_a_function_does_not_know_cost_what_they_are() -> None:
+    """By the square of their number, these would take minutes. The schema is a dict, as of a binding."""
+    schema: Any = {"type": "object", "properties": {"a": INTEGER}}
+    registry = Registry()
+    registry.register("m.a", FunctionModule(lambda a: a, "m.a", input_schema=schema, output_schema=schema))
+    told = await run_openai_call(registry, "m-a", {f"k{number}": 1 for number in range(100_000)})
+    assert len(told.splitlines()) == 21
+    assert told.startswith("Input validation failed:\n- k0: Extra inputs are not permitted (extra_forbidden)\n- k1: ")
