@@ -1686,13 +1686,15 @@ def _is_it(name: str, names: Iterable[str]) -> str:
     return f" (is it {likely[0]}?)" if likely else ""
 
 
-def _told_unknown(names: Iterable[str]) -> str:
-    """A WARNING of annotations that apcore does not know. ValueError for one that may stand for a guard: a module that
-    ought to be approved is not served as if it were none."""
+def _told_unknown(names: Iterable[str], *annotations: object) -> str:
+    """A WARNING of the names in a module's `annotations` that apcore does not know. ValueError for one that may stand
+    for a guard: a module that ought to be approved is not served as if it were none, unless it requires approval."""
+    required = [each.get("requires_approval") for each in annotations if isinstance(each, dict)]
+    required += [each.requires_approval for each in annotations if isinstance(each, ModuleAnnotations)]
     told = []
     for name in names:
         plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z]+", "_", name).lower()
-        if re.search("app?rov|destruct", plain) or _is_it(plain, _GUARDS):
+        if not any(required) and (re.search("app?rov|destruct", plain) or _is_it(plain, _GUARDS)):
             raise ValueError(f"apcore knows no annotation {name!r}{_is_it(plain, _GUARDS)}, so nothing would guard it")
         told.append(f"{name!r}{_is_it(plain, _ANNOTATIONS)}")
     return f"apcore passes over the annotation {', '.join(told)}, which it does not know"
@@ -1889,7 +1891,8 @@ class _Files:
         function = _function_of(module) if isinstance(module, FunctionModule) else None
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"{function.__name__}() is a generator function, which has no result: return a list")
-        names = _unknown_annotations(getattr(module, "annotations", None)) + self._dropped_annotations(module)
+        own = getattr(module, "annotations", None)
+        names = _unknown_annotations(own) + self._dropped_annotations(module)
         for name, value in (metadata or {}).items():
             if name == "annotations":
                 names += _unknown_annotations(value)
@@ -1898,7 +1901,7 @@ class _Files:
             elif name in _ANNOTATIONS:
                 names.append(name)
         if names:
-            self._warn(path, f"module {module_id}: {_told_unknown(names)}")
+            self._warn(path, f"module {module_id}: {_told_unknown(names, own, (metadata or {}).get('annotations'))}")
         self.checked.add(module_id)
         self._registry.register(module_id, module, version, metadata)
         self._registered[module_id] = path
@@ -2284,8 +2287,9 @@ class _ToolCatalog:
         files = _FILES.get(self._registry)
         if isinstance(module, FunctionModule) or (files is not None and module_id in files.checked):
             return
-        names = _unknown_annotations(getattr(module, "annotations", None))
-        texts = [_told_unknown(names)] if names else []
+        annotations = getattr(module, "annotations", None)
+        names = _unknown_annotations(annotations)
+        texts = [_told_unknown(names, annotations)] if names else []
         texts += _execute_faults(module.execute)
         warned = _WARNED.setdefault(self._registry, set())
         if texts and module_id not in warned:

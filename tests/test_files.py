@@ -481,6 +481,14 @@ FINDINGS = {
         {"m.py": annotated("{'read_only': True}")}, ["m.f"],
         "m.py: module m.f: apcore passes over the annotation 'read_only' (is it readonly?), which it does not know",
     ),
+    "approved all the same": (
+        {"m.py": annotated("{'requires_approval': True, 'approval_group': 'ops'}")}, ["m.f"],
+        "m.py: module m.f: apcore passes over the annotation 'approval_group', which it does not know",
+    ),
+    "class approved all the same": (
+        {"m.py": A_MODULE, "m_meta.yaml": "annotations: {requires_approval: true, destructve: true}"}, ["m"],
+        "m.py: module m: apcore passes over the annotation 'destructve' (is it destructive?), which it does not know",
+    ),
     "class's hint": (
         {"m.py": A_MODULE + "    annotations = {'colour': 1}\n"}, ["m"],
         "m.py: module m: apcore passes over the annotation 'colour', which it does not know",
