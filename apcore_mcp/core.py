@@ -3770,7 +3770,7 @@ class ElicitationApprovalHandler:
     def _decide_unasked(self, request: ApprovalRequest, call: _Call, lacks_capability: bool) -> ApprovalResult:
         """The decision about a call whose user cannot be asked."""
         label = _label(request.module_id, call.caller)
-        logger.warning("%s is refused: its user cannot be asked for approval (see the option approval)", label)
+        logger.warning("%s is refused: its user cannot be asked for approval (see approval=, --approval)", label)
         return _Unasked("rejected", reason=_NOBODY, lacks_capability=lacks_capability)
 
 

@@ -57,7 +57,7 @@ from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elici
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
 LACKS_ELICITATION = (-32021, {"requiredCapabilities": {"elicitation": {"form": {}}}})
-REFUSED = "wipe is refused: its user cannot be asked for approval (see the option approval)"
+REFUSED = "wipe is refused: its user cannot be asked for approval (see approval=, --approval)"
 
 
 async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None = None) -> Any:
