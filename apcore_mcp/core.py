@@ -4436,6 +4436,8 @@ class _Bridge:
         self._connections = weakref.WeakSet[Any]()  # of handshake clients that can be notified
         self._lists_changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
+        self.entrance = ExitStack()  # closed as soon as the server is told to end: where clients connect
+        self.open_sessions: Mapping[str, Any] = {}  # of handshake clients: the SDK's transports, by session id
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
@@ -4480,6 +4482,7 @@ class _Bridge:
         from anyio import CancelScope, current_time
 
         self.deadline = self.deadline or current_time() + self.options.shutdown_seconds
+        self.entrance.close()
         self._listener.close()
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
@@ -4491,6 +4494,13 @@ class _Bridge:
                 await self.activity.idle.wait()
             for each in self.endless:
                 each.cancel()
+            # The SDK would cancel them all at once, and anyio then looks at all that are left again and again.
+            for session in [*self.open_sessions.values()]:
+                await session.terminate()
+            for _ in range(100):  # a second at most; what has not ended by then is cancelled
+                if not self.open_sessions:
+                    break
+                await asyncio.sleep(0.01)
 
     # Server middleware, outermost first; the SDK's own handling of a request is innermost.
 
@@ -4964,6 +4974,8 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     if "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters:  # from mcp 2.2 on
         limits["max_sessions"] = options.max_sessions
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
+    # Private, as nothing public tells of sessions. Without it, many sessions make the end take longer, and that is all.
+    bridge.open_sessions = getattr(sessions, "_server_instances", {})
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
@@ -5016,6 +5028,14 @@ async def _serve_http(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
     config = uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
     http = Server(config)
     serving = asyncio.create_task(http.serve([listener]))
+
+    @bridge.entrance.callback
+    def stop_listening() -> None:
+        """Refuse connections, so that a load balancer goes elsewhere. Those that are open are still answered."""
+        if http.started:
+            for server in http.servers:
+                server.close()
+
     try:
         yield serving
     finally:
