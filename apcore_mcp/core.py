@@ -1753,14 +1753,9 @@ class _Files:
                     self.checked.discard(module_id)
                     with _left_out(f"Module {module_id}", self.left_out):
                         self._registry.unregister(module_id)
-            with _apcore_warnings() as self._records:
-                references = {path for _, path in self._references}
-                for path in sorted(changed.intersection(self._states) - references):
-                    with _left_out(path, self.left_out, path):
-                        self._load(path)
-                    for record in self._records:
-                        self._warn(path, record.getMessage())
-                    self._records.clear()
+            paths = changed.intersection(self._states) - {reference for _, reference in self._references}
+            if paths:
+                self._load_all(sorted(paths))
 
     def _roots(self) -> dict[str, JSONObject]:  # as the Registry was configured with them, by their real paths
         return {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
@@ -1789,6 +1784,16 @@ class _Files:
         if len(roots) > 1 or "namespace" in roots[folder]:
             parts = (roots[folder].get("namespace") or Path(roots[folder]["root"]).name, *parts)
         return ".".join(parts)
+
+    def _load_all(self, paths: Iterable[str]) -> None:
+        """Load files, and tell what apcore warns of meanwhile with the file that it is about."""
+        with _apcore_warnings() as self._records:
+            for path in paths:
+                with _left_out(path, self.left_out, path):
+                    self._load(path)
+                for record in self._records:
+                    self._warn(path, record.getMessage())
+                self._records.clear()
 
     def _load(self, path: str) -> None:
         """Register what a file defines or binds. What of it cannot be is left out by its name."""
