@@ -5007,7 +5007,7 @@ async def _http_app(bridge: _Bridge) -> Starlette:
         *(options.middleware or ()),
         Middleware(_own_sessions),
     ]
-    if options.explorer and options.allow_execute and not _is_loopback(options.host):
+    if options.explorer and options.allow_execute and not options.middleware and not _is_loopback(options.host):
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     await bridge.sessions.enter_async_context(sessions.run())
     app = Starlette(routes=routes, middleware=middleware)

@@ -385,6 +385,14 @@ async def test_probes_and_the_explorers_page_are_open_and_nothing_else_is() -> N
         assert (await door.http.post("/messages/?session_id=1", json={})).status_code == 401
 
 
+async def test_only_an_explorer_without_a_login_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"explorer": True, "allow_execute": True, "host": "0.0.0.0"}
+    for middleware, is_warned in ((None, True), (login("https://login.example.com", RESOURCE), False)):
+        caplog.clear()
+        async with async_serve(registry_of({"whoami": whoami}), middleware=middleware, **options):
+            assert ("it has no login" in caplog.text) == is_warned
+
+
 async def test_websockets_are_refused_as_ever() -> None:
     async with locked("https://login.example.com") as door:
         client = TestClient(door.app)
