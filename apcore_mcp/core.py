@@ -208,16 +208,25 @@ logger.addFilter(_indent_traceback)
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
 _APPROVAL_HELP = "ask the user, or refuse where the client cannot (require) or let run then (auto); deny; off"
+_STATELESS_HELP = "keep no sessions, for servers behind a load balancer (streamable-http)"
 _STATE_KEY_HELP = "secret of 32 bytes or more that --stateless servers share; rather by APCORE_MCP_STATE_KEY than here"
+_MAX_SESSIONS_HELP = "sessions of handshake clients at a time; one more gets 503"
+_SESSION_IDLE_HELP = "seconds without a request until a session ends"
 _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --host; NAME:* for any port"
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _TASK_AFTER_HELP = "seconds until a call goes on as a task; without a number, only those of modules marked as long do"
+_EXPLORER_HELP = "serve the Tool Explorer, a page to look at the tools (HTTP transports)"
 _EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
-def _option(default: T, text: str, *, repr: bool = True, **flag: Any) -> T:
-    """A field of `_Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret."""
-    return dataclasses.field(default=default, repr=repr, metadata={"help": text, **flag})
+_TRANSPORTS = ("stdio", "streamable-http", "sse")
+_HTTP = ("streamable-http", "sse")
+
+
+def _option(default: T, text: str, *, repr: bool = True, only: Sequence[str] = _TRANSPORTS, **flag: Any) -> T:
+    """A field of `_Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret, `only`
+    says which transports it means anything to."""
+    return dataclasses.field(default=default, repr=repr, metadata={"help": text, "transports": only, **flag})
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
@@ -228,9 +237,9 @@ class _Options:
 
     registry_or_executor: SkipValidation[Registry | Executor | APCore]
     _: dataclasses.KW_ONLY
-    transport: str = _option("stdio", "MCP transport", choices=("stdio", "streamable-http", "sse"))
-    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
-    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
+    transport: str = _option("stdio", "MCP transport", choices=_TRANSPORTS)
+    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)", only=_HTTP)
+    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", only=_HTTP, type=int)
     name: str = _option("apcore-mcp", "server name sent to clients, 255 characters at most")
     version: str | None = _option(None, "server version sent to clients; alone, print the package's, the default")
     instructions: str | None = _option(None, "what the server says about itself to agents")
@@ -249,18 +258,18 @@ class _Options:
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     approval: str | ApprovalHandler = _option("require", _APPROVAL_HELP, choices=("auto", "require", "deny", "off"))
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
-    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer (streamable-http)")
-    max_sessions: int = _option(10_000, "sessions of handshake clients at a time; one more gets 503", type=int)
-    session_idle_seconds: float = _option(1_800.0, "seconds without a request until a session ends", type=float)
+    stateless: bool = _option(False, _STATELESS_HELP, only=_HTTP[:1])
+    max_sessions: int = _option(10_000, _MAX_SESSIONS_HELP, only=_HTTP[:1], type=int)
+    session_idle_seconds: float = _option(1_800.0, _SESSION_IDLE_HELP, only=_HTTP[:1], type=float)
     shutdown_seconds: float = _option(5.0, "seconds that running calls have when the server ends", type=float)
-    state_key: str | bytes | None = _option(None, _STATE_KEY_HELP, repr=False, metavar="KEY")
-    allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, nargs="+")
+    state_key: str | bytes | None = _option(None, _STATE_KEY_HELP, repr=False, only=_HTTP[:1], metavar="KEY")
+    allowed_hosts: Sequence[str] | None = _option(None, _ALLOWED_HOSTS_HELP, only=_HTTP, nargs="+")
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
     output_formatter: Callable[[Any], str] | None = None
-    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools (HTTP transports)")
-    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
-    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
+    explorer: bool = _option(False, _EXPLORER_HELP, only=_HTTP)
+    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer", only=_HTTP)
+    allow_execute: bool = _option(False, "let the Tool Explorer run tools", only=_HTTP)
 
     @field_validator("transport", "log_level", "tool_names", "approval")
     @classmethod
@@ -376,7 +385,8 @@ def _options_of(door: str, /, *sources: Any, **options: Any) -> _Options:
         raise TypeError(f"{door} {option}: {error['msg']}{hint}") from None
     # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
     if checked.log_level is not None:
-        logging.basicConfig()
+        if not logger.hasHandlers():
+            logging.basicConfig()
         logger.setLevel(checked.log_level)
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(unused))
@@ -5304,8 +5314,9 @@ def _check(options: _Options) -> tuple[str, int]:
 _EXPORTS = ("mcp", "openai", "openai-strict", "markdown", "client")
 
 
-def _export(options: _Options, form: str, arguments: list[str]) -> str:
-    """What `--export` prints: the tools of `tools/list`, OpenAI's, the tool document, or what clients start it by."""
+def _export(options: _Options, form: str, arguments: list[str], environment: Mapping[str, str]) -> str:
+    """What `--export` prints: the tools of `tools/list`, OpenAI's, the tool document, or what clients start it by, with
+    `arguments` and `environment`."""
     catalog = _ToolCatalog(options)
     tools = catalog.tools.values()
     if not tools:
@@ -5313,19 +5324,21 @@ def _export(options: _Options, form: str, arguments: list[str]) -> str:
     if form == "markdown":
         return "\n".join([f"# Tools of {options.name}\n", *map(_document, tools)])
     if form == "client":
-        entry = _client_entry(options, arguments)
+        entry = _client_entry(options, arguments, environment)
         # And the commands of clients that have one for it.
         print(f"code --add-mcp {shlex.quote(json.dumps({'name': options.name, **entry}))}", file=sys.stderr)
         print(f"claude mcp add-json {shlex.quote(options.name)} {shlex.quote(json.dumps(entry))}", file=sys.stderr)
         exported: Any = {"mcpServers": {options.name: entry}}
     elif form == "mcp":
         exported = [tool.definition(options.tool_names) for tool in tools]
-    else:
+    elif form in ("openai", "openai-strict"):
         exported = [*map(_OpenAIConverter(strict=form == "openai-strict").convert, tools)]
+    else:
+        raise ValueError(f"Unknown form of export: {form!r}")
     return json.dumps(exported, indent=2)
 
 
-def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
+def _client_entry(options: _Options, arguments: list[str], environment: Mapping[str, str]) -> JSONObject:
     """How a client reaches this server: where it is, or how to start `python -m` this package with `arguments`."""
     if options.transport != "stdio":
         # Who listens everywhere is reached by this machine's own address (which Windows does not guess).
@@ -5336,7 +5349,7 @@ def _client_entry(options: _Options, arguments: list[str]) -> JSONObject:
     return {
         "command": os.path.abspath(sys.executable),
         "args": ["-m", __package__, *arguments],
-        "env": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(os.path.abspath, paths)))},
+        "env": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(os.path.abspath, paths))), **environment},
     }
 
 
@@ -5373,6 +5386,9 @@ async def _log_start(bridge: _Bridge, address: str) -> None:
     if options.approval != "deny" and options.executor.governance_state().unprotected_control_surface:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", _CONTROL)
     _log_unasked(options, tools)
+    if address and not _is_loopback(options.host) and not options.middleware and not bridge.catalog.acls:
+        everybody = "Everybody who can reach %s may call these tools: there is neither a login (middleware) nor an ACL"
+        logger.warning(everybody, options.host)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     if not options.search:
@@ -5538,21 +5554,8 @@ class MCPServer:
             self._thread.join()
 
 
-@functools.partial(_door, _Options)
-def serve(options: _Options) -> None:
-    """Serve every module of a Registry (or of an Executor's) as an MCP tool, until the server is told to end.
-
-        registry = Registry(extensions_dir="./extensions")
-        registry.discover()
-        serve(registry)                                           # stdio, for a client that starts this program
-        serve(registry, transport="streamable-http", port=8000)   # http://127.0.0.1:8000/mcp
-
-    Pass an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
-    SIGTERM, or when a stdio client has gone, once running calls have ended or had `shutdown_seconds`. `on_startup` runs
-    as soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
-    `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
-    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
-    Source: FR-SERVER-001 to -011."""
+def _serve(options: _Options) -> None:
+    """What `serve()` does, with options that are checked."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # there is none
@@ -5574,3 +5577,21 @@ def serve(options: _Options) -> None:
                 os.register_at_fork(after_in_child=former.close)
         life.block()
     life.started.result()
+
+
+@functools.partial(_door, _Options)
+def serve(options: _Options) -> None:
+    """Serve every module of a Registry (or of an Executor's) as an MCP tool, until the server is told to end.
+
+        registry = Registry(extensions_dir="./extensions")
+        registry.discover()
+        serve(registry)                                           # stdio, for a client that starts this program
+        serve(registry, transport="streamable-http", port=8000)   # http://127.0.0.1:8000/mcp
+
+    Pass an Executor to keep its ACL, middleware, approval handler and timeouts. Blocks; returns None after SIGINT or
+    SIGTERM, or when a stdio client has gone, once running calls have ended or had `shutdown_seconds`. `on_startup` runs
+    as soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
+    `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
+    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
+    Source: FR-SERVER-001 to -011."""
+    _serve(options)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from apcore import Executor
+from apcore import ACL, ACLRule, Executor
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.sys_modules.control import ToggleState
 from conftest import (
@@ -412,8 +412,24 @@ def test_an_explorer_that_runs_tools_where_others_reach_it_is_a_warning(
     options: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(registry_of({"t.echo": echo}), **options):
-        warnings = messages_logged(caplog)
+        warnings = [warning for warning in messages_logged(caplog) if "Tool Explorer" in warning]
     assert [bool(warnings), "0.0.0.0" in "".join(warnings)] == [warned, warned]
+
+
+def test_a_server_that_others_reach_without_a_login_and_an_acl_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    registry = registry_of({"t.echo": echo})
+    acl = ACL([ACLRule(callers=["@external"], targets=["*"], effect="allow")], default_effect="deny")
+    middleware = [Middleware(lambda app: app)]
+    for source, options, warnings in (
+        (registry, {"host": "0.0.0.0"}, 1),
+        (registry, {}, 0),
+        (registry, {"host": "0.0.0.0", "middleware": middleware}, 0),
+        (Executor(registry, acl=acl), {"host": "0.0.0.0"}, 0),
+    ):
+        caplog.clear()
+        with serving(source, **options):
+            told = [warning for warning in messages_logged(caplog) if "0.0.0.0" in warning]
+        assert len(told) == warnings, told
 
 
 @pytest.mark.parametrize("session", ["x%0ACRITICAL%20root:%20full", "x%E2%80%A8y", "x" * 5_000, "-" * 32, ""])
