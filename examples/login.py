@@ -296,7 +296,9 @@ class Tokens:
                 raise ValueError(f"{other}; expected {self.issuer!r}, letter by letter, and a jwks_uri")
             if not _is_safe(metadata["jwks_uri"]):
                 raise ValueError(f"jwks_uri {metadata['jwks_uri']!r} needs https://")
-            keys = (await _document(http, metadata["jwks_uri"]) or {})["keys"]
+            keys = (await _document(http, metadata["jwks_uri"]) or {}).get("keys")
+            if not isinstance(keys, list):
+                raise ValueError(f"no keys at {metadata['jwks_uri']}")
             return [key for key in keys if isinstance(key, dict)]
 
 
@@ -312,7 +314,10 @@ async def _document(http: httpx2.AsyncClient, url: str) -> dict[str, Any] | None
             body += chunk
             if len(body) > FETCH_MAX_BYTES:
                 raise ValueError(f"more than {FETCH_MAX_BYTES} bytes from {url}")
-    document = json.loads(body)
+    try:
+        document = json.loads(body)
+    except ValueError:  # a page that a site has for whatever it does not know
+        return None
     return document if isinstance(document, dict) else None
 
 

@@ -276,7 +276,8 @@ async def test_the_issuer_may_sign_with_any_public_key(family: str) -> None:
 )
 async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str, place: str) -> None:
     async with issuing() as issuer, locked(f"{issuer.url}{path}") as door:
-        issuer.documents = {place: issuer.metadata(f"{issuer.url}{path}")}
+        page = Response("<html>")  # of a site that has one for whatever it does not know
+        issuer.documents = {f"{METADATA}{path}": page, place: issuer.metadata(f"{issuer.url}{path}")}
         assert await door.caller(issuer.token(iss=f"{issuer.url}{path}")) == ["ann", "tools"]
 
 
