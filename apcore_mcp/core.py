@@ -44,14 +44,24 @@ import traceback
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from types import ModuleType, NoneType, UnionType, coroutine
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -3013,6 +3023,7 @@ class _Call:
         self._turn = asyncio.Event()  # set when it may have something to answer the request with
         self._unsent: Future[None] | None = None  # the last report from another loop
         self.loop = asyncio.get_running_loop()
+        self.blocked_seconds = 0.0  # for how long its modules have held up the loop, as far as it was told
 
     def attach(self, ctx: RequestContext) -> None:
         """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
@@ -3612,6 +3623,38 @@ def _execute_of(module: Any) -> Callable[..., Any]:
     return function.run_async if inspect.iscoroutinefunction(execute) else function.run
 
 
+_BLOCKED_SECONDS = 1.0  # of the event loop by one module, and it is told
+
+
+@coroutine
+def _watched(work: Coroutine[Any, Any, T], context: Context[Any], call: _Call) -> Generator[Any, Any, T]:
+    """Run a coroutine of a module, and log when it has held up the event loop, which serves nobody meanwhile.
+
+    Timed is what runs from one thing that it waits for to the next, and not the waiting; and not what a module that it
+    calls has been told for, which may run within."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        told = call.blocked_seconds
+        started = time.monotonic()
+        try:
+            awaited = work.send(value) if error is None else work.throw(error)
+        except StopIteration as end:
+            returned: T = end.value
+            return returned
+        finally:
+            error = None  # its traceback holds this frame
+            seconds = time.monotonic() - started - (call.blocked_seconds - told)
+            if seconds >= _BLOCKED_SECONDS:
+                call.blocked_seconds += seconds
+                message = "Module %s blocked the event loop: for %.1f s nobody was served. What blocks needs a thread"
+                logger.warning(message, context.call_chain[-1], seconds)
+        try:
+            value = yield awaited
+        except BaseException as thrown:  # a cancellation, and what was awaited has raised
+            error = thrown
+
+
 class _RunningModule(_ModuleView):
     """A module as the step sees it that runs it: what runs for the call can be ended."""
 
@@ -3626,12 +3669,13 @@ class _RunningModule(_ModuleView):
         execute = _execute_of(self.viewed)
         self._task = asyncio.current_task()
         try:
-            if inspect.iscoroutinefunction(execute):
-                return await execute(inputs, context)
-            # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
             loop = asyncio.get_running_loop()
             call = _call_of(context)
             has_sync_caller = call is not None and call.loop is not loop  # `Executor.call()` runs one of its own
+            if inspect.iscoroutinefunction(execute):
+                work = execute(inputs, context)
+                return await (work if call is None or has_sync_caller else _watched(work, context, call))
+            # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
             threads = _threads().of_inner_modules if has_sync_caller else _threads().of_modules
             return await loop.run_in_executor(threads, execute, inputs, context)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
@@ -3725,20 +3769,25 @@ class _Execution(_ModuleStep):
             raise
         deadline = ctx.context.global_deadline
         if ctx.output_stream is not None and deadline is not None:
-            ctx.output_stream = _until(deadline, ctx.output_stream)
+            ctx.output_stream = _until(deadline, ctx.output_stream, ctx.context)
         return result
 
 
-async def _until(deadline: float, stream: Any) -> AsyncIterator[Any]:
+async def _until(deadline: float, stream: Any, context: Context[Any]) -> AsyncIterator[Any]:
     """The chunks of `stream`, and at `deadline` (epoch seconds) an empty one, in place of what does not come.
 
     apcore looks at the deadline whenever a chunk has come, and then ends the call with a ModuleTimeoutError of its own:
     the empty chunk is never sent."""
+
+    async def next_chunk() -> Any:
+        return await anext(stream)
+
+    call = _call_of(context)
     while True:
         limit = asyncio.timeout(deadline - time.time() + 0.01)  # the clock that apcore reads must be past it, too
         try:
             async with limit:
-                chunk = await anext(stream)
+                chunk = await (next_chunk() if call is None else _watched(next_chunk(), context, call))
         except StopAsyncIteration:
             return
         except TimeoutError:

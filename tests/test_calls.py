@@ -13,6 +13,7 @@ import math
 import queue
 import re
 import threading
+import time
 import tracemalloc
 import weakref
 from collections import Counter
@@ -1160,3 +1161,44 @@ async def test_forty_blocked_sync_calls_hold_up_nobody_and_keep_their_answers_ap
     finally:
         release.set()
     assert [parsed(success_text(result)) for result in results] == [{"number": n} for n in range(count)]
+
+
+async def test_a_module_that_blocks_the_event_loop_is_named_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as it lets go. One that waits, one in a thread and one that calls it are not to blame."""
+    monkeypatch.setattr("apcore_mcp.core._BLOCKED_SECONDS", 0.3)
+
+    async def blocks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        threading.Event().wait(0.4)
+        return {}
+
+    class Streaming(FunctionalModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            yield {"n": 1}
+            yield await blocks(inputs, context)
+
+    async def waits(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.sleep(0.8)
+        return {}
+
+    def in_a_thread(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        time.sleep(0.8)
+        return {}
+
+    async def calls(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("blocks", {}, context)
+
+    stream = Streaming(echo, annotations=ModuleAnnotations(streaming=True))
+    functions = {"blocks": blocks, "waits": waits, "thread": in_a_thread, "calls": calls, "stream": stream}
+    no_limit = Config({"executor": {"default_timeout": 0}})  # what a module calls runs in its own task then
+    async with connect(Executor(registry_of(functions), config=no_limit)) as client:
+        await asyncio.gather(*(client.call_tool(name, {}) for name in ("waits", "thread", "calls")))
+        await client.call_tool("stream", {}, progress_callback=noting()[0])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    said = "Module {} blocked the event loop: for 0.4 s nobody was served. What blocks needs a thread"
+    assert [re.sub(r"for \d\.\d s", "for 0.4 s", text) for text in warnings] == [
+        said.format("blocks"),
+        said.format("stream"),
+    ]
