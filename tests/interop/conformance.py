@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import sys
 from typing import Any
 
-from apcore import Registry
+from apcore import ModuleAnnotations, Registry
+from apcore.errors import ApprovalDeniedError
 
 from apcore_mcp import elicit, report_progress, serve
+from apcore_mcp.core import _Unasked
 
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -42,6 +46,8 @@ ADDRESS = {
     "else": {"maxProperties": 1},
     "additionalProperties": False,
 }
+YES = {"type": "object", "properties": {"confirm": {"type": "boolean"}, "name": {"type": "string"}}}
+TASK_AFTER = 0.5  # seconds
 REGION = {"type": "object", "properties": {"region": {"type": "string", "x-mcp-header": "Region"}}}
 
 
@@ -68,6 +74,52 @@ async def progress(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     for done in (0, 50, 100):
         await report_progress(context, done, total=100)
     return {}
+
+
+LONG = ModuleAnnotations(extra={"mcp_async": True})
+
+
+def long(execute: Any) -> Module:
+    """A module that is marked as long, so that its calls are tasks where the client knows them."""
+    return Module(execute=execute, annotations=LONG)
+
+
+async def greet(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"text": f"Hello, {inputs['name']}!"}
+
+
+def as_text(value: Any) -> str:
+    """A result's text: JSON, but for what is no more than a text."""
+    return str(value["text"]) if value.keys() == {"text"} else json.dumps(value)
+
+
+async def compute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    await asyncio.sleep(inputs["seconds"])
+    return {"label": inputs["label"]}
+
+
+async def confirm(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"answer": await elicit(context, "Delete it?", YES)}
+
+
+async def ask_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    return {"answers": await asyncio.gather(*(elicit(context, f"Number {n}?", YES) for n in (1, 2)))}
+
+
+async def ask_and_work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    name = await elicit(context, "Who are you?", NAME, key="user_name")
+    await asyncio.sleep(2 * TASK_AFTER)
+    return {"name": name}
+
+
+async def fail_late(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    await asyncio.sleep(1)
+    raise ValueError("This tool intentionally returns an error for testing")
+
+
+async def break_protocol(inputs: dict[str, Any], context: Any) -> Any:
+    """Fails as the call of what needs approval does for a client that cannot be asked; the suite's can."""
+    raise ApprovalDeniedError(_Unasked("rejected", lacks_capability=True))
 
 
 async def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -101,6 +153,13 @@ def modules() -> Registry:
         "test_input_required_result_request_state": Module(asks={"confirm": NAME}),
         "test_input_required_result_tampered_state": Module(asks={"confirm": NAME}),
         "test_input_required_result_multi_round": Module(asks={"first": NAME, "second": NAME}),
+        "greet": Module(execute=greet),
+        "slow_compute": long(compute),
+        "failing_job": long(fail_late),
+        "protocol_error_job": long(break_protocol),
+        "confirm_delete": long(confirm),
+        "multi_input": long(ask_twice),
+        "test_tool_with_task": Module(execute=ask_and_work),
     }
     for name, module in tools.items():
         registry.register(name, module)
@@ -108,4 +167,5 @@ def modules() -> Registry:
 
 
 if __name__ == "__main__":
-    serve(modules(), transport="streamable-http", port=int(sys.argv[1]), log_level="ERROR")
+    options: dict[str, Any] = {"port": int(sys.argv[1]), "log_level": "ERROR", "output_formatter": as_text}
+    serve(modules(), transport="streamable-http", task_after=TASK_AFTER, **options)
