@@ -3524,11 +3524,11 @@ class _Signature:
                 self.positional_only.append(name)
             if isinstance(parameter.default, FieldInfo):
                 self.filled.append(name)
-        self.read: dict[str, str] = {}  # the names under which they are sent, of those that are not taken as they are
+        self.sent_as: dict[str, str] = {}  # of the parameters that do not take what was sent as it is: its name there
         for name, field in fields.items():
             alias = field.validation_alias
             if alias is not None or field.metadata or name in self.filled or not _is_as_sent(field.annotation):
-                self.read[name] = alias if isinstance(alias, str) else name
+                self.sent_as[name] = alias if isinstance(alias, str) else name
         self.reads_others = _type_of_others(function) is not None  # apcore's model knows no type of `**kwargs`
         self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
         # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
@@ -3575,7 +3575,7 @@ class _Function:
     def _read(self, inputs: JSONObject) -> JSONObject:
         """What was sent, by parameters and as their hints say: read as apcore has read it to validate it. What has not
         been sent is left to the function's own defaults, and what it does not take, to its refusal."""
-        names = self._signature.read
+        names = self._signature.sent_as
         values = {name: value for name, value in inputs.items() if name not in names.values()}
         if self._signature.reads_others:
             fields = self._model.model_fields
