@@ -952,6 +952,14 @@ def _tags_of(descriptor: ModuleDescriptor, module: Any) -> list[str]:
     return [*dict.fromkeys(tags)]
 
 
+def _is_reserved(name: str) -> bool:
+    """Whether a name in a tool's `_meta` is not its author's: this file's, MCP's own by its prefix, or MCP Apps'."""
+    prefix = name.partition("/")[0].lower() if "/" in name else ""
+    labels = prefix.split(".")  # as `io.modelcontextprotocol` or, until 2025-11-25, `modelcontextprotocol.io`
+    is_mcps = bool({"mcp", "modelcontextprotocol"} & {*labels[:-1], *labels[:2]})
+    return name == "ui" or prefix in ("ui", "apcore") or is_mcps
+
+
 class _AnnotationMapper:
     """Express what apcore knows about one module in the terms of MCP and OpenAI.
 
@@ -968,6 +976,8 @@ class _AnnotationMapper:
         overlay: JSONObject = {}
         with suppress(KeyError, TypeError):  # apcore does not check what `display` holds
             overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
+        self._module_id = descriptor.module_id
+        self._meta = overlay.get("meta") or {}
         self.alias = _text_of(overlay.get("alias") or descriptor.module_id)
         page = overlay.get("page")
         self.page = _text_of(page) if isinstance(page, str) else ""
@@ -993,7 +1003,27 @@ class _AnnotationMapper:
         meta = {**flags, "apcore/version": self._version, "apcore/tags": self.tags}
         if self.page:
             meta["ui"] = {"resourceUri": self.page_uri}
+        meta.update(self._own_meta())
         return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
+
+    def _own_meta(self) -> JSONObject:
+        """The `meta` of the overlay, without names that are others' and what JSON cannot say, which are a WARNING."""
+        if not isinstance(self._meta, dict):
+            logger.warning("Module %s: its meta is left out, as it is no dict", self._module_id)
+            return {}
+        own: JSONObject = {}
+        refused = []
+        for name, value in self._meta.items():
+            try:
+                if _is_reserved(name):
+                    raise ValueError
+                own.update(_as_listed({name: value}))
+            except Exception:  # boundary: what an author has put there may be anything
+                refused.append(_one_line(_text_of(name)))
+        if refused:
+            names = ", ".join(refused)
+            logger.warning("Module %s: of its meta is left out, as reserved or no JSON: %s", self._module_id, names)
+        return own
 
     def to_suffix(self) -> str:
         r"""The annotations that differ from the defaults, for a function's description (FR-ANNOT-007):
@@ -3360,6 +3390,7 @@ class _DaemonThreads(ThreadPoolExecutor):
         super().__init__()
         self._calls = queue.SimpleQueue[Any]()
         self._idle = threading.Semaphore(0)  # counts the threads that wait for a call
+        self.busy = set[int]()  # the threads that run one
         self._unstarted = limit  # how many threads may still be started
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -3374,12 +3405,14 @@ class _DaemonThreads(ThreadPoolExecutor):
         while True:
             future, call = self._calls.get()
             if future.set_running_or_notify_cancel():
+                self.busy.add(threading.get_ident())
                 try:
                     future.set_result(call())
                 except StopIteration as error:  # an asyncio future refuses it
                     future.set_exception(RuntimeError(repr(error)))
                 except BaseException as error:  # a SystemExit ends the call, not this thread
                     future.set_exception(error)
+            self.busy.discard(threading.get_ident())
             del future, call  # or what the module has returned would be kept until the next call
             self._idle.release()
 
@@ -4501,6 +4534,8 @@ class _Bridge:
         self._lists_changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
         self.entrance = ExitStack()  # closed as soon as the server is told to end: where clients connect
+        self.refused = Counter[str]()  # how many HTTP requests were, by status
+        self.streams = 0  # that SSE clients have open
         self.open_sessions: Mapping[str, Any] = {}  # of handshake clients: the SDK's transports, by session id
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
@@ -4995,6 +5030,50 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
     return owned
 
 
+def _refusals_counted(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
+    """ASGI middleware, outermost: count the requests that are refused, whoever does it, by their status."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if 400 <= status < 500 or status == 503:
+                    bridge.refused[str(status)] += 1
+            await send(message)
+
+        await app(scope, receive, note)
+
+    return counted
+
+
+def _metrics(bridge: _Bridge) -> list[str]:
+    """What the server counts itself, in Prometheus' text format."""
+    running = len(bridge.router.calls.running)
+    sessions = len(bridge.open_sessions) + bridge.streams
+    threads = _threads()
+    busy = len(threads.of_modules.busy) + len(threads.of_inner_modules.busy)
+    ended = {"ok": 0, **bridge.router.ended}
+    return [
+        *_metric("info gauge", "The version of apcore-mcp", "version", {__version__: 1}),
+        *_metric("calls_running gauge", "Calls that have not ended", "", {"": running}),
+        *_metric("sessions gauge", "Open sessions of handshake clients", "", {"": sessions}),
+        *_metric("threads_busy gauge", "Threads of this process that run sync modules", "", {"": busy}),
+        *_metric("calls_total counter", "Calls that have ended, by ok or the code of the error", "outcome", ended),
+        *_metric("requests_refused_total counter", "HTTP requests that were refused", "status", bridge.refused),
+    ]
+
+
+def _metric(name_and_type: str, text: str, label: str, numbers: Mapping[str, int]) -> list[str]:
+    """The lines of one metric: a number for each value of `label`, or a single one without."""
+    name, _, kind = name_and_type.partition(" ")
+    lines = [f"# HELP apcore_mcp_{name} {text}", f"# TYPE apcore_mcp_{name} {kind}"]
+    for value, number in numbers.items():
+        escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        labels = f'{{{label}="{escaped}"}}' if label else ""
+        lines.append(f"apcore_mcp_{name}{labels} {number}")
+    return lines
+
+
 def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
     """The routes beside MCP's: `/health` (FR-HEALTH-001), and by option `/metrics` (F-021) and the Explorer."""
     from starlette.responses import JSONResponse, PlainTextResponse
@@ -5010,7 +5089,9 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
         return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(options.metrics_collector.export_prometheus(), media_type="text/plain; version=0.0.4")
+        collected = options.metrics_collector.export_prometheus().rstrip("\n")
+        text = "\n".join([*filter(None, [collected]), *_metrics(bridge), ""])
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     routes: list[BaseRoute] = [Route("/health", health)]
     if options.metrics_collector:
@@ -5050,7 +5131,11 @@ async def _http_app(bridge: _Bridge) -> Starlette:
                 # The end of the server cancels the SDK's loop but not the stream, which still sends the last answers.
                 with CancelScope() as connection:
                     bridge.endless.add(connection)
-                    await bridge.server.run(*streams, bridge.server.create_initialization_options())
+                    bridge.streams += 1
+                    try:
+                        await bridge.server.run(*streams, bridge.server.create_initialization_options())
+                    finally:
+                        bridge.streams -= 1
 
         # A Route would take these functions for ones that return a response, and a Mount alone would let WebSockets in.
         routes = [
@@ -5066,6 +5151,8 @@ async def _http_app(bridge: _Bridge) -> Starlette:
         *(options.middleware or ()),
         Middleware(_own_sessions),
     ]
+    if options.metrics_collector:
+        middleware.insert(0, Middleware(_refusals_counted, bridge=bridge))
     if options.explorer and options.allow_execute and not options.middleware and not _is_loopback(options.host):
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     await bridge.sessions.enter_async_context(sessions.run())

@@ -17,7 +17,7 @@ from apcore import ACL, ACLRule, Executor, Identity, ModuleError
 from conftest import FunctionalModule, RawClient, connect, echo, free_port, registry_of, serving
 from support import SECRET_TEXT, client_of, run
 
-from apcore_mcp import run_openai_call
+from apcore_mcp import __version__, run_openai_call
 
 FAILING = """
 import os
@@ -240,3 +240,74 @@ async def test_the_trace_in_the_log_is_that_of_the_span_that_is_open(access: Any
     with use_span(NonRecordingSpan(context)):
         await run_openai_call(registry_of({"t.echo": echo}), "t-echo", "{}")
     assert access()[-1].trace_id == "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+# ---- /metrics ----
+
+
+def numbers(text: str) -> dict[str, float]:
+    """The samples of Prometheus' text format, each of which has to stand behind its HELP and TYPE."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, number = line.rpartition(" ")
+            assert f"# TYPE {name.partition('{')[0]} " in text or name.startswith("apcore_module_")
+            found[name] = float(number)
+    return found
+
+
+async def test_metrics_tell_what_runs_what_came_of_calls_and_what_was_refused() -> None:
+    entered = threading.Event()
+    go = threading.Event()
+
+    def hold(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        entered.set()
+        assert go.wait(20)
+        return {}
+
+    def odd(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise ModuleError('A"B\\\n' + "x" * 5_000, "odd")
+
+    modules = {"t.echo": echo, "t.fail": fail, "t.hold": hold, "t.odd": odd}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        with serving(registry_of(modules), metrics_collector=True) as url:
+            async with client_of(url, "legacy") as client:
+                for name in ("t.echo", "t.echo", "t.fail", "nope", "t.odd"):
+                    await client.call_tool(name)
+                holding = asyncio.create_task(client.call_tool("t.hold"))
+                assert await asyncio.to_thread(entered.wait, 10)
+                assert (await http.post(f"{url}/mcp", content="x")).status_code == 415
+                assert (await http.get(f"{url}/health", headers={"Origin": "http://evil.example"})).status_code == 403
+                during = await http.get(f"{url}/metrics")
+                go.set()
+                await holding
+            after = numbers((await http.get(f"{url}/metrics")).text)
+    told = numbers(during.text)
+    outcome = "apcore_mcp_calls_total{outcome=%s}"
+    assert during.text.endswith("\n")
+    assert "apcore_module_calls_total" in during.text, "apcore's own stand before"
+    assert told[f'apcore_mcp_info{{version="{__version__}"}}'] == 1
+    gauges = [f"apcore_mcp_{name}" for name in ("calls_running", "sessions", "threads_busy")]
+    assert [told[gauge] for gauge in gauges[:2]] == [1, 1]
+    assert told[gauges[2]] >= 1
+    assert after["apcore_mcp_calls_running"] == 0
+    counts = [told[outcome % json.dumps(code)] for code in ("ok", "OUT_OF_STOCK", "MODULE_NOT_FOUND")]
+    assert counts == [2, 1, 1]
+    assert [name for name in told if name.startswith('apcore_mcp_calls_total{outcome="A\\"B') and len(name) < 200]
+    assert told['apcore_mcp_requests_refused_total{status="415"}'] == 1
+    assert told['apcore_mcp_requests_refused_total{status="403"}'] == 1
+
+
+async def test_codes_that_an_author_makes_up_without_end_are_counted_together() -> None:
+    def invent(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise ModuleError(f"CODE_{inputs['n']}", "")
+
+    async with httpx.AsyncClient(trust_env=False) as http:
+        with serving(registry_of({"t.invent": invent}), metrics_collector=True) as url:
+            async with client_of(url) as client:
+                for number in range(120):
+                    await client.call_tool("t.invent", {"n": number})
+            told = numbers((await http.get(f"{url}/metrics")).text)
+    outcomes = [name for name in told if name.startswith("apcore_mcp_calls_total")]
+    assert len(outcomes) <= 102
+    assert told['apcore_mcp_calls_total{outcome="other"}'] == 20

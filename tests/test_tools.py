@@ -4,6 +4,7 @@ SERVER-011).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import httpx
@@ -345,3 +346,33 @@ async def test_names_are_spelled_as_the_client_can_take_them(
         assert await listed(connected) == (PORTABLE if portable else IDS)
         for name, module_id in zip(PORTABLE + IDS, IDS + IDS, strict=True):
             assert parsed(success_text(await connected.call_tool(name, {}))) == {"i_am": module_id}
+
+
+async def test_an_authors_own_meta_is_the_tools_but_for_names_of_others_and_what_json_cannot_say(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"anthropic/maxResultSizeChars": 200_000, "com.example.mcp/x": {"a": [1, None]}, "plain": "\u00fc"}
+    reserved = [
+        "apcore/version",
+        "ui",
+        "ui/resourceUri",
+        "mcp/x",
+        "mcp.dev/x",
+        "io.modelcontextprotocol/x",
+        "dev.MCP/x",
+    ]
+    unsayable = {"nan": math.nan, "object": object(), "half": "\ud800", 7: 1}
+    meta = {**own, **dict.fromkeys(reserved, "mine"), **unsayable}
+    modules = {
+        "t.own": FunctionalModule(echo, metadata={"display": {"mcp": {"meta": meta}}}),
+        "t.odd": FunctionalModule(echo, metadata={"display": {"mcp": {"meta": "text"}}}),
+        "t.none": FunctionalModule(echo),
+    }
+    async with connect(modules, mode=mode) as client:
+        tools = {tool.name: tool.meta or {} for tool in (await client.list_tools()).tools}
+    assert tools["t.own"] == {**tools["t.none"], **own}
+    assert tools["t.odd"] == tools["t.none"]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 2
+    (line,) = [text for text in warned if "t.own" in text]
+    assert {*line.rpartition(": ")[2].split(", ")} == {*reserved, "nan", "object", "half", "7"}
