@@ -43,7 +43,7 @@ import time
 import traceback
 import unicodedata
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -121,11 +121,13 @@ from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
 from jsonschema.validators import extend
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
+    RootModel,
     SkipValidation,
     TypeAdapter,
     ValidationError,
@@ -277,6 +279,7 @@ class _Options:
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
     output_formatter: Callable[[Any], str] | None = None
+    max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
     explorer: bool = _option(False, _EXPLORER_HELP, only=_HTTP)
     explorer_prefix: str = _option("/explorer", "path of the Tool Explorer", only=_HTTP)
     allow_execute: bool = _option(False, "let the Tool Explorer run tools", only=_HTTP)
@@ -317,6 +320,8 @@ class _Options:
         for name in ("exclude", "allowed_hosts"):
             if not all(getattr(self, name) or ()):
                 raise ValueError(f"{name} must not hold an empty text")
+        if self.max_result < 0:
+            raise ValueError(f"max_result must be a number of bytes, 0 for any; got {self.max_result}")
         if self.timeout is not None and not 0 <= self.timeout < math.inf:
             raise ValueError(f"timeout must be a number of seconds, 0 for no limit; got {self.timeout}")
         if self.max_sessions < 1:
@@ -548,6 +553,38 @@ def _marks_sensitive(schema: JSONSchema) -> bool:
 def _plain(value: Any) -> Any:
     """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
     return from_json(to_json(value), allow_inf_nan=False)
+
+
+_DEPTH_MAX = 300  # containers in containers; pydantic writes 255 of them
+_SCALARS = frozenset({str, int, float, bool, NoneType})
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether `value` holds JSON's own types and nothing else: a cheap look, before a walk that does something. What is
+    too deep for JSON is not plain, as what holds itself is."""
+    items: Collection[Any] = value if type(value) is list else (value,)
+    if type(value) is dict:
+        if {*map(type, value)} - {str}:
+            return False
+        items = value.values()
+    others = {*map(type, items)} - _SCALARS
+    if not others:
+        return True
+    return others <= {dict, list} and depth < _DEPTH_MAX and all(_is_plain(item, depth + 1) for item in items)
+
+
+_ADDRESS = re.compile(r"<.* at 0x[0-9A-Fa-f]+>+", re.DOTALL)  # the text of an object that has none of its own
+
+
+def _plain_value(value: object) -> Any:
+    """What is sent for an object that JSON does not know: the values of an array, and of anything else its text
+    (FR-EXEC-002). TypeError where that is no more than its address, which names the type."""
+    if hasattr(value, "tolist"):  # NumPy's arrays and scalars, and whatever works like them
+        return value.tolist()
+    text = str(value)
+    if _ADDRESS.fullmatch(text):
+        raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
+    return text
 
 
 def _is_json(value: Any) -> bool:
@@ -893,6 +930,73 @@ def _redact(value: Any, *marks: JSONSchema, forms: Sequence[JSONSchema] | None =
     return {name: redact_part(name, item) for name, item in value.items()}
 
 
+def _inlined_or_marked(schema: JSONSchema) -> JSONSchema:
+    """`schema` without references; where that cannot be, as it refers to itself, one that marks the whole."""
+    try:  # as a model's: a pattern that Python cannot compile hides nothing
+        return _SchemaConverter(BaseModel).inline(schema)
+    except (ValueError, KeyError):
+        return {"x-sensitive": True}
+
+
+_CLASS_MARKS = weakref.WeakKeyDictionary[type, JSONSchema]()
+
+
+def _marks_of_class(cls: type) -> JSONSchema:
+    """The marks of a pydantic model or a dataclass, in each form in which one may be sent."""
+    marks = _CLASS_MARKS.get(cls)
+    if marks is None:
+        try:
+            schema_of = functools.partial(TypeAdapter(cls).json_schema, schema_generator=_AnySchema)
+            schemas = [schema_of(), schema_of(by_alias=False)]
+            schemas += [schema_of(mode="serialization"), schema_of(mode="serialization", by_alias=False)]
+            found = [_marks(_inlined_or_marked(schema)) for schema in schemas if _marks_sensitive(schema)]
+            marks = {"anyOf": found} if found else {}
+        except Exception:  # of a user's own class: a model fails closed, and a dataclass need not be pydantic's
+            marks = {"x-sensitive": True} if issubclass(cls, BaseModel) else {}
+        _CLASS_MARKS[cls] = marks
+    return marks
+
+
+def _marks_in(value: Any) -> JSONSchema:
+    """The marks of the models in an output, each where it stands, as `_redact` takes them: of `[1, Model()]`
+    `{"prefixItems": [{}, {"properties": ...}]}`, and `{}` where no model in it marks anything."""
+    if type(value) in _SCALARS or isinstance(value, type):
+        return {}
+    if isinstance(value, dict):
+        parts = {key: _marks_in(item) for key, item in value.items()}
+        marked = {_key_text(key): marks for key, marks in parts.items() if marks}
+        return {"properties": marked} if marked else {}
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        items = [*map(_marks_in, value)]
+        return {"prefixItems": items} if any(items) else {}
+    if isinstance(value, BaseModel):
+        aliases = {name: field.serialization_alias for name, field in type(value).model_fields.items()}
+        return _marks_in_fields(value, aliases, dict(value))
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _marks_in_fields(value, {}, {name: getattr(value, name, None) for name in names})
+    return _marks_in(value.tolist()) if hasattr(value, "tolist") else {}
+
+
+def _marks_in_fields(model: Any, aliases: Mapping[str, str | None], fields: JSONObject) -> JSONSchema:
+    """The marks of the class of `model`, and of what stands in its `fields`: under Any, or of a subclass."""
+    marks = [_marks_of_class(type(model))]
+    parts: JSONObject = {}
+    for name, item in fields.items():
+        part = _marks_in(item)
+        if part:
+            parts[name] = parts[aliases.get(name) or name] = part
+    if parts:
+        marks.append(parts["root"] if isinstance(model, RootModel) else {"properties": parts})
+    found = [*filter(None, marks)]
+    return {"anyOf": found} if found else {}
+
+
+def _key_text(key: object) -> str:
+    """A dict's key as JSON writes it."""
+    return key if type(key) is str else next(iter(from_json(to_json({key: None}, fallback=_plain_value))))
+
+
 # ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
@@ -1055,6 +1159,8 @@ class _Tool:
             and (_pydantic_type(self.model) is not None or _lists_all_names(descriptor.input_schema))
         )
         outputs = self._outputs(_output_type(module))
+        self.outputs = outputs  # the schemas of each form that results may have
+        self.redacts = options.redact_output
         self.marks = [*filter(None, map(_marks, outputs))] if options.redact_output else []  # of results
         self.media = _media(*outputs)  # properties that are sent as files, with their media types
         promise = _promise_of_all(outputs)
@@ -1170,46 +1276,58 @@ def _promise_of_all(outputs: list[JSONSchema]) -> JSONSchema:
 # ---- Results: a module's output as an MCP result; pure ----
 
 
+def _to_bytes(value: Any) -> bytes:
+    return to_json(value, fallback=_plain_value, bytes_mode="base64")
+
+
 def _to_text(value: Any) -> str:
-    return to_json(value, fallback=str, bytes_mode="base64").decode()
+    return _to_bytes(value).decode()
 
 
-def _has_decimal(value: Any) -> bool:
-    """Whether `value` is a Decimal, or a container with one at any depth."""
-    if isinstance(value, dict):
-        return any(map(_has_decimal, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_decimal, value))
-    return isinstance(value, Decimal)
+def _with_values(value: Any, *schemas: JSONSchema) -> Any:
+    """Copy containers with a float for each Decimal, which would become text, where `schemas` ask for a number.
 
-
-def _with_numbers(value: Any, *schemas: JSONSchema) -> Any:
-    """Copy containers with a float for each Decimal, which would become text, where `schemas` ask for a number."""
+    TypeError for a generator and other iterators, which pydantic would use up: their text is their address."""
     applied = [*_in_place(*schemas)]
     if isinstance(value, Decimal):
         types = {name for schema in applied for name in _types(schema)}
         return float(value) if "string" not in types and types & {"number", "integer"} else value
     if isinstance(value, dict):
-        return {name: _with_numbers(item, *_part_schemas(applied, name)) for name, item in value.items()}
+        return {name: _with_values(item, *_part_schemas(applied, name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_numbers(item, *_part_schemas(applied, index)) for index, item in enumerate(value)]
-    return value
+        return [_with_values(item, *_part_schemas(applied, index)) for index, item in enumerate(value)]
+    return _plain_value(value) if isinstance(value, Iterator) else value
 
 
-def _as_json(tool: _Tool, output: Any) -> tuple[str, Any, list[JSONObject]]:
+def _as_plain(output: Any, *schemas: JSONSchema) -> Any:
+    """Copy an output into plain JSON types, as `schemas` describe it. ValueError, TypeError or RecursionError where
+    that cannot be."""
+    if not _is_plain(output):
+        output = _with_values(output, *schemas)
+    return from_json(_to_bytes(output), allow_inf_nan=False)
+
+
+def _own_marks(tool: _Tool, output: Any) -> JSONSchema:
+    """The marks of the pydantic models in an output, which the schema of the tool need not know."""
+    with suppress(RecursionError):  # nothing that holds itself is sent
+        return _marks_in(output) if tool.redacts and not _is_plain(output) else {}
+    return {}
+
+
+def _as_json(tool: _Tool, output: Any, *marks: JSONSchema) -> tuple[bytes, Any, list[JSONObject]]:
     """A module's output, redacted: as JSON text, as the same value in plain types, and its files as MCP content.
 
-    Dates become ISO text, enums their values, bytes base64, anything unknown its `str()` (FR-EXEC-002). ModuleError
-    OUTPUT_SERIALIZATION_ERROR for what JSON cannot express (NaN, infinity, a cycle) and a file that is not base64."""
+    Dates become ISO text, enums their values, bytes base64, arrays lists, anything unknown its `str()` (FR-EXEC-002).
+    What the tool's schema marks is redacted, and what `marks` do, which are those of the models in it. ModuleError
+    OUTPUT_SERIALIZATION_ERROR for what JSON cannot express (NaN, infinity, a cycle, an object without a text) and a
+    file that is not base64."""
     try:
-        if _has_decimal(output):
-            output = _with_numbers(output, tool.output_schema)
-        plain = from_json(_to_text(output or {}), allow_inf_nan=False)
-        value = _redact(plain, *tool.marks)
+        plain = _as_plain(output, *tool.outputs)
+        value = _redact(plain or {}, *tool.marks, *marks)
         files = _take_files(tool, value)
     except Exception as error:  # a module's own __str__ may raise anything
         raise ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(error)}") from None
-    return _to_text(value), value, files
+    return _to_bytes(value), value, files
 
 
 def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
@@ -1234,34 +1352,74 @@ def _take_files(tool: _Tool, value: Any) -> list[JSONObject]:
     return files
 
 
-def _success(
-    tool: _Tool,
-    output: Any,
-    formatter: Callable[[Any], str] | None,
-    label: str,
-    *,
-    is_checked: bool,
-    always_structured: bool,
-) -> JSONObject:
-    """A module's output as a tool result: text, files and, where a schema is advertised or always, structured content.
+def _tool_result(text: str, *files: JSONObject, is_error: bool = False, **more: Any) -> JSONObject:
+    """A tool result in MCP's form."""
+    return {"content": [{"type": "text", "text": text}, *files], "isError": is_error, "resultType": "complete", **more}
 
-    `formatter` writes the text instead of JSON. When it fails, the text is JSON, and the log has the `label` of the
-    call. An output that apcore has not checked (`is_checked`), or that is empty (apcore does not check None, which
-    becomes `{}`), is a SchemaValidationError where the advertised schema refuses it."""
-    text, value, files = _as_json(tool, output)
-    if not output or not is_checked:
-        # A client would refuse such a result.
-        for error in Draft202012Validator(tool.output_schema).iter_errors(value):
-            raise SchemaValidationError(f"Output validation failed: {error.message}")
-    if formatter is not None:
-        try:
-            text = _text_of(formatter(from_json(text)))  # a copy: the formatter may change what it gets
-        except Exception:  # a user's own function
-            logger.exception("output_formatter failed, so %s is answered in JSON", label)
-    result = {"content": [{"type": "text", "text": text}, *files], "isError": False, "resultType": "complete"}
-    if tool.output_schema or always_structured:
-        result["structuredContent"] = value
-    return result
+
+class _OwnError(ModuleError):
+    """An error of this package's, with a message that clients read as it is."""
+
+
+class _RefusedOutput(SchemaValidationError):
+    """The output of a module does not fit its schema: the module has run."""
+
+
+def _size_on_the_wire(text: bytes) -> int:
+    """How many bytes `text` takes in a message, which escapes quotes, backslashes and line breaks."""
+    return len(text) + text.count(b'"') + text.count(b"\\") + text.count(b"\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """How one door has the results of tools: text, files and, where a schema is advertised or else as it says,
+    structured content.
+
+    `formatter` writes the text instead of JSON; when it fails, the text is JSON. A result of more than `bytes_max`
+    bytes as it is sent is an error RESULT_TOO_LARGE (0: any size): clients end their connection, and all tools of the
+    server with it."""
+
+    bytes_max: int = 0
+    formatter: Callable[[Any], str] | None = None
+    structured: Literal["promised", "always", "never"] = "promised"
+
+    def of(self, tool: _Tool, output: Any, marks: Iterable[JSONSchema], label: str, *, is_checked: bool) -> JSONObject:
+        """A module's output as a tool result. The log has the `label` of the call.
+
+        An output that apcore has not checked (`is_checked`), or that is empty (apcore does not check None, which
+        becomes `{}`), is a `_RefusedOutput` where the advertised schema refuses it."""
+        hidden = [*filter(None, [*marks, _own_marks(tool, output)])] if tool.redacts else []
+        written, value, files = _as_json(tool, output, *hidden)
+        if not value or not is_checked or hidden:
+            # A client would refuse such a result.
+            for error in Draft202012Validator(tool.output_schema).iter_errors(value):
+                raise _RefusedOutput(f"Output validation failed: {error.message}")
+        is_structured = self.structured == "always" or (self.structured == "promised" and bool(tool.output_schema))
+        size = len(written) if is_structured else 0
+        text = written.decode()
+        if self.formatter is not None:
+            try:
+                text = _text_of(self.formatter(from_json(written)))  # a copy: the formatter may change what it gets
+                written = text.encode()
+            except Exception:  # a user's own function
+                logger.exception("output_formatter failed, so %s is answered in JSON", label)
+        self.check_size(size + _size_on_the_wire(written) + sum(map(_size_of_file, files)))
+        result = _tool_result(text, *files)
+        if is_structured:
+            result["structuredContent"] = value
+        return result
+
+    def check_size(self, size: int) -> None:
+        """Raise `_OwnError` where a result, or a part of it, is larger than what is sent."""
+        if self.bytes_max and size > self.bytes_max:
+            text = f"Result is too large: {size} bytes, and at most {self.bytes_max} are sent (the tool has run)"
+            raise _OwnError("RESULT_TOO_LARGE", text, retryable=False)
+
+
+def _size_of_file(file: JSONObject) -> int:
+    part = file.get("resource", file)
+    content: str = part.get("text") or part.get("data") or part.get("blob") or ""
+    return _size_on_the_wire(content.encode()) if "text" in part else len(content)
 
 
 # ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
@@ -1301,7 +1459,7 @@ def _failure(text: str, code: str, **report: Any) -> JSONObject:
     """An error as a tool result, with its machine-readable form in `_meta` (FR-ERROR-011). Without `structuredContent`,
     which the TypeScript client would validate against the output schema."""
     meta = {"apcore-mcp/error": {"status": "failure", "error_type": code, "error_message": text, **report}}
-    return {"content": [{"type": "text", "text": text}], "isError": True, "resultType": "complete", "_meta": meta}
+    return _tool_result(text, is_error=True, _meta=meta)
 
 
 def _label(name: str, caller: Identity | None) -> str:
@@ -1340,11 +1498,16 @@ def _check_required(_: Any, names: list[str], value: object, _schema: JSONSchema
 _ArgumentsValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": _check_required})
 
 
-def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
-    """What apcore finds wrong with arguments, each field by its full path: `{"field": "sizes.0.width", ...}`.
+def _faults(tool: _Tool, arguments: JSONObject) -> list[dict[str, str]]:
+    """What apcore finds wrong with arguments, each field by its full path: `{"field": "sizes.0.width", ...}`; the first
+    twenty.
 
     Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take minutes
     where a pydantic model takes milliseconds."""
+    return [*itertools.islice(_each_fault(tool, arguments), _ERRORS_MAX)]
+
+
+def _each_fault(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     unknown = dict.fromkeys(_unknown_arguments(tool, arguments))  # in their order
     for name in unknown:
         yield _fault([name], "extra_forbidden", "Extra inputs are not permitted")
@@ -1356,7 +1519,33 @@ def _faults(tool: _Tool, arguments: JSONObject) -> Iterator[dict[str, str]]:
     try:
         tool.model.model_validate_json(json.dumps(arguments, default=str), strict=True)
     except ValidationError as error:
-        yield from map(_fault_of, error.errors())
+        yield from _pydantic_faults(error, arguments)
+
+
+# Messages of pydantic's that name a class or a function of the module's, by their type.
+_IMPERSONAL = {
+    **dict.fromkeys(["model_type", "model_attributes_type", "dataclass_type"], "Input should be an object"),
+    **dict.fromkeys(["union_tag_invalid", "union_tag_not_found"], "Input is none of the forms that are expected"),
+    **dict.fromkeys(["is_instance_of", "is_subclass_of", "dataclass_exact_type"], "Input is not of the right type"),
+}
+
+
+def _pydantic_faults(error: ValidationError, values: Any) -> Iterator[dict[str, str]]:
+    """What pydantic finds wrong with `values`. Its own paths also name classes and functions, where it has looked."""
+    for each in error.errors():
+        path = []
+        value = values
+        for step in each["loc"]:
+            is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
+            if is_item or (isinstance(value, dict) and step in value):
+                value = value[step]
+                path.append(step)
+        if each["type"] == "missing":
+            path.append(each["loc"][-1])
+        message = each["msg"]
+        if each["type"] in _IMPERSONAL and not str(each.get("ctx", {}).get("discriminator")).startswith("'"):
+            message = _IMPERSONAL[each["type"]]
+        yield _fault(path, each["type"], message)
 
 
 def _unknown_arguments(tool: _Tool, arguments: JSONObject) -> list[str]:
@@ -1380,6 +1569,9 @@ def _leaves(error: Any) -> Iterator[dict[str, str]]:
 
 
 _HAS_MARKS = weakref.WeakKeyDictionary[Any, bool]()  # by schema: to read one takes longer than a call
+
+
+_SIDES = ("input_schema", "output_schema")
 
 
 def _has_marks(module: Any, side: str) -> bool:
@@ -1425,6 +1617,7 @@ class _ErrorMapper:
     modules: Iterable[Any]  # that took part in the call
     registry: Registry
     trace_id: str
+    has_marks: bool = False  # whether a module has returned a model that marks something
 
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
@@ -1455,7 +1648,7 @@ class _ErrorMapper:
             report.update(details)
         failure = _failure(text, code, **{key: value for key, value in report.items() if value is not None})
         result: JSONObject = _plain(failure)  # raises for what a module's author has put into it and JSON cannot say
-        if has_secret_inputs or any(_has_marks(module, "output_schema") for module in modules):
+        if has_secret_inputs or self.has_marks or any(_has_marks(module, "output_schema") for module in modules):
             self._log(cause, f"(not shown: it may quote sensitive values) at {_place_of(cause)}")
         else:
             self._log(cause, str(getattr(cause, "message", cause)), None if isinstance(cause, ModuleError) else cause)
@@ -1474,7 +1667,8 @@ class _ErrorMapper:
         text = _one_line(text[:_LOG_CHARACTERS])[:_LOG_CHARACTERS]
         line = "Tool call error: %s - %s: %s (trace %s)"
         extra = {"trace_id": self.trace_id}
-        logger.error(line, self.label, type(error).__name__, text, self.trace_id, exc_info=trace, extra=extra)
+        kind = next(cls for cls in type(error).__mro__ if cls.__module__ != __name__)  # apcore's, of one of ours
+        logger.error(line, self.label, kind.__name__, text, self.trace_id, exc_info=trace, extra=extra)
 
     def _explain(self, error: ModuleError, step: str, is_withheld: bool) -> tuple[str, JSONObject]:
         """What the client reads of apcore's or a module's `error`, and what is reported beside that text."""
@@ -1482,6 +1676,8 @@ class _ErrorMapper:
         is_own = error.details.get("call_chain", own_chain) == own_chain
         if isinstance(error, SchemaValidationError) and is_own:
             return self._explain_validation(error, step, is_withheld)
+        if isinstance(error, _OwnError):
+            return error.message, {}
         sentence = _SENTENCES.get(error.code, "Module error: {code}")
         if _unasked(error):
             return f"{sentence}: nobody can be asked", {}
@@ -1509,12 +1705,12 @@ class _ErrorMapper:
         report: JSONObject = {}
         faults: list[dict[str, str]] = []
         # Of a dict schema's output, apcore 0.32 says that the input is invalid; the step that failed knows better.
-        if step == "output_validation" or error.message.startswith("Output"):
-            title = "Output validation failed"
+        if isinstance(error, _RefusedOutput):
+            title = "Output validation failed (the tool has run)"
             report["user_fixable"] = False
             is_withheld = True  # the values are the module's, and the client has no use for them
         elif step in ("approval_gate", "input_validation"):
-            faults = [*itertools.islice(_faults(self.tool, self.arguments), _ERRORS_MAX)]
+            faults = _faults(self.tool, self.arguments)
         if not faults:  # the module itself refuses the arguments, or middleware has changed them
             faults = [*map(_fault_of, itertools.islice(error.details.get("errors") or (), _ERRORS_MAX))]
         lines = [title]
@@ -2497,7 +2693,7 @@ class _SearchTools:
 
     def faults(self, name: str, arguments: JSONObject) -> list[dict[str, str]]:
         """What is wrong with the arguments of one of the two."""
-        faults = [*itertools.islice(_faults(self.tools[name], arguments), _ERRORS_MAX)]
+        faults = _faults(self.tools[name], arguments)
         for fault in faults:
             # Not in jsonschema's words, which quote what may be marked in the schema of the tool that was meant.
             if name == _CALL_TOOL and fault["code"] != "required":
@@ -2521,19 +2717,13 @@ class _SearchTools:
         tools = await self._catalog.offered(self._catalog.tools.values(), caller)
         found = self._find(arguments["query"], tools)
         if not found:
-            # Without structured content: Codex shows its model nothing else where there is any.
-            return {"content": [{"type": "text", "text": _groups(tools)}], "isError": False, "resultType": "complete"}
+            return _tool_result(_groups(tools))  # Codex shows its model nothing but structured content, if there is any
         listing = []
         for tool in found:
             schema = tool.input_schema
             listing.append({"name": name_of(tool), "description": tool.about.description, "inputSchema": schema})
-        return {
-            "content": [{"type": "text", "text": _to_text(listing)}],
-            # Without it, Gemini CLI would take the text for structured content, and refuse an array.
-            "structuredContent": {"result": listing},
-            "isError": False,
-            "resultType": "complete",
-        }
+        # Without structured content, Gemini CLI would take the text for it, and refuse an array.
+        return _tool_result(_to_text(listing), structuredContent={"result": listing})
 
     def _find(self, query: str, tools: Iterable[_Tool]) -> list[_Tool]:
         keywords = {}
@@ -2790,14 +2980,15 @@ def from_openai_call(
     """
     options = _options_of("from_openai_call()", registry_or_executor, tags=tags, prefix=prefix, search=search)
     inputs = _read_arguments(name, arguments)
-    search_tools = _SearchTools(_ToolCatalog(options), options)
+    catalog = _ToolCatalog(options)
+    search_tools = _SearchTools(catalog, options)
     if name in search_tools.tools:
         if name == _SEARCH_TOOLS:
             raise ValueError(f"{name!r} calls no module: run_openai_call() answers it")
         for fault in search_tools.faults(name, inputs):
             raise ValueError(f"Arguments of {name!r} are not valid: {fault['field'] or '(root)'}: {fault['message']}")
         name, inputs = _target_of(inputs)
-    tool = _called_tool(options, name)
+    tool = _called_tool(catalog, options, name)
     return tool.module_id, _drop_nulls(inputs, tool.input_schema)[0]
 
 
@@ -2808,11 +2999,11 @@ def _read_arguments(name: str, arguments: str | JSONObject) -> JSONObject:
     return inputs
 
 
-def _called_tool(options: _Options, name: str) -> _Tool:
+def _called_tool(catalog: _ToolCatalog, options: _Options, name: str) -> _Tool:
     """The tool that a model called by the name of its function; `_NotOffered` when `options` leave it out."""
     module_id = from_openai_name(name, options.registry)
     is_registered = module_id in options.registry.list(prefix=module_id)  # without what is hidden
-    tool = _ToolCatalog(options).build(module_id) if is_registered else None
+    tool = catalog.build(module_id) if is_registered else None
     if tool is None:
         raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
     return tool
@@ -3022,8 +3213,7 @@ class _Call:
     arguments: JSONObject
     options: _Options
     caller: Identity | None
-    formatter: Callable[[Any], str] | None = None  # writes the text of the result
-    always_structured: bool = False  # whether a result has structured content, also where no schema is advertised
+    results: _Results
 
     def __post_init__(self) -> None:
         self.label = _label(self.tool.module_id, self.caller)
@@ -3042,6 +3232,8 @@ class _Call:
         self.kept: _Kept | None = None  # while no request waits for it
         self.is_refused = False  # whether it was ended as too many wait
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
+        self.marks: list[JSONSchema] = []  # of models that its module has returned, where the output is their dicts
+        self.has_marks = False  # whether a module that took part has returned a model that marks something
         self.token = CancelToken()
         self.task: asyncio.Task[None] | None = None  # while it runs
         self.status = ""  # what was last reported, for its task
@@ -3112,6 +3304,11 @@ class _Call:
                 answer.set_result(responses[key])
         self.changed = time.time()
 
+    def may_quote_secrets(self) -> bool:
+        """Whether a module that has taken part marks anything, or has returned a model that does."""
+        modules = [self.tool.descriptor, *self.modules.values()]
+        return self.has_marks or any(_has_marks(each, side) for each in modules for side in _SIDES)
+
     def record(self, module: Any) -> None:
         """Note that a module takes part in this call, also where another module calls it.
 
@@ -3127,6 +3324,7 @@ class _Call:
         self.task = None
         self.arguments = {}
         self.modules.clear()
+        self.marks.clear()
         self.session = None
         self.can_ask = False
         self.may_go_unasked = False
@@ -3372,6 +3570,31 @@ def _call_of(context: Context[Any]) -> _Call | None:
     return context.data.get(_CALL_KEY) or _CURRENT.get()
 
 
+# apcore's loggers that quote arguments, outputs, or errors that do.
+_QUOTING = "schema.hardening executor pipeline middleware.manager middleware.logging".split()
+
+
+def _hide_values(record: logging.LogRecord) -> bool:
+    """A filter of apcore's loggers: while a call runs in which something is marked, their lines show no values."""
+    call = _CURRENT.get()
+    if call is None or not call.may_quote_secrets():
+        return True
+    if isinstance(record.args, tuple) and record.args:
+        harmless = (int, float)
+        record.args = tuple(each if isinstance(each, harmless) else REDACTED_VALUE for each in record.args)
+    elif record.levelno >= logging.WARNING:  # the text holds them
+        record.msg = f"(not shown: it may quote sensitive values) at {record.filename}:{record.lineno}"
+        record.args = ()
+    record.exc_info = record.exc_text = None
+    if hasattr(record, "error"):
+        record.error = REDACTED_VALUE
+    return True
+
+
+for _name in _QUOTING:
+    logging.getLogger(f"apcore.{_name}").addFilter(_hide_values)
+
+
 def _begins(call: _Call, context: Context[Any]) -> bool:
     """Whether `context` is that of the tool's own module, and not of what that calls."""
     return context.data.get(_CALL_KEY) is call and len(context.call_chain) == 1
@@ -3586,15 +3809,15 @@ class _Function:
         self._function = _function_of(module)
         self._model = module.input_schema
 
-    def run(self, inputs: JSONObject, context: Context[Any]) -> JSONObject:
+    def run(self, inputs: JSONObject, context: Context[Any]) -> Any:
         """Call a sync function, as `execute` of its module does."""
         positional, named = self._arguments(inputs, context)
-        return self._output(self._function(*positional, **named))
+        return self._function(*positional, **named)
 
-    async def run_async(self, inputs: JSONObject, context: Context[Any]) -> JSONObject:
+    async def run_async(self, inputs: JSONObject, context: Context[Any]) -> Any:
         """Call an async function, as `execute` of its module does."""
         positional, named = self._arguments(inputs, context)
-        return self._output(await self._function(*positional, **named))
+        return await self._function(*positional, **named)
 
     def _arguments(self, inputs: JSONObject, context: Context[Any]) -> tuple[list[Any], JSONObject]:
         """What the function is called with: the arguments that only take a place, and those by name."""
@@ -3632,10 +3855,10 @@ class _Function:
         try:
             return _read_strictly(others.validate_json, others.validate_python, values)
         except ValidationError as error:
-            faults = [*map(_fault_of, error.errors())]
+            faults = [*_pydantic_faults(error, values)]
             raise SchemaValidationError(f"Input validation failed: {faults}", faults) from None
 
-    def _output(self, result: Any) -> JSONObject:
+    def output(self, result: Any) -> JSONObject:
         """What the function returned, in the form that apcore has promised."""
         if isinstance(result, BaseModel) and not self._signature.keeps_models:
             result = result.model_dump()
@@ -3646,14 +3869,23 @@ class _Function:
         return result if isinstance(result, dict) else {"result": result}
 
 
-def _execute_of(module: Any) -> Callable[..., Any]:
-    """What runs a module in the calls of a server. Only a function whose schema apcore has made of its hints, and whose
-    `execute` is apcore's, is run by its hints: another schema says nothing of the types that it takes."""
+def _as_output(result: Any) -> Any:
+    """What a class returned, as apcore takes outputs: the dict of a model, the list of an array."""
+    if isinstance(result, BaseModel):
+        return result.model_dump()
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
+def _execute_of(module: Any) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """What runs a module in the calls of a server, and what makes an output of what it has returned.
+
+    Only a function whose schema apcore has made of its hints, and whose `execute` is apcore's, is run by its hints:
+    another schema says nothing of the types that it takes."""
     execute: Callable[..., Any] = module.execute
     if not isinstance(module, FunctionModule) or not _is_apcores(execute) or not _is_apcores(module.input_schema):
-        return execute
+        return execute, _as_output
     function = _Function(module)
-    return function.run_async if inspect.iscoroutinefunction(execute) else function.run
+    return function.run_async if inspect.iscoroutinefunction(execute) else function.run, function.output
 
 
 _BLOCKED_SECONDS = 1.0  # of the event loop by one module, and it is told
@@ -3693,13 +3925,15 @@ class _RunningModule(_ModuleView):
 
     def __init__(self, module: Any, is_streamed: bool) -> None:
         super().__init__(module)
+        self.marks: JSONSchema = {}  # of the models that it has returned
+        self.is_dumped = False  # whether it has returned a model, of which the output is a dict
         self._task: asyncio.Task[Any] | None = None
         if is_streamed and isinstance(module, StreamingModule):
             self.stream = module.stream  # from Python 3.12 on, a protocol looks past `__getattr__`
 
     async def execute(self, inputs: JSONObject, context: Context[Any]) -> Any:
         """Run the module as apcore does: a coroutine in this task, any other function in a thread."""
-        execute = _execute_of(self.viewed)
+        execute, as_output = _execute_of(self.viewed)
         self._task = asyncio.current_task()
         try:
             loop = asyncio.get_running_loop()
@@ -3707,14 +3941,26 @@ class _RunningModule(_ModuleView):
             has_sync_caller = call is not None and call.loop is not loop  # `Executor.call()` runs one of its own
             if inspect.iscoroutinefunction(execute):
                 work = execute(inputs, context)
-                return await (work if call is None or has_sync_caller else _watched(work, context, call))
+                result = await (work if call is None or has_sync_caller else _watched(work, context, call))
+                return self._output(result, as_output)
             # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
             threads = _threads().of_inner_modules if has_sync_caller else _threads().of_modules
-            return await loop.run_in_executor(threads, execute, inputs, context)
+            return self._output(await loop.run_in_executor(threads, execute, inputs, context), as_output)
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:
             self._task = None
+
+    def _output(self, result: Any, as_output: Callable[[Any], Any]) -> Any:
+        """The output of a module that has returned `result`: a model's marks are known as long as it is no dict."""
+        output = as_output(result)
+        if not _is_plain(result):
+            with suppress(RecursionError):  # nothing that holds itself is sent
+                self.marks = _marks_in(result)
+        self.is_dumped = isinstance(result, BaseModel) and isinstance(output, dict)
+        if self.is_dumped and self.marks and output.keys() == {"result"} - dict(result).keys():
+            self.marks = {"properties": {"result": self.marks}}
+        return output
 
     def end(self) -> None:
         """Cancel what still runs. A thread goes on, and what it returns or raises is dropped."""
@@ -3745,6 +3991,119 @@ class _ModuleStep(BaseStep):
     async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
         ctx.module = _ModuleView(module)
         return await self._step.execute(ctx)
+
+
+def _validation_names(model: type[BaseModel]) -> dict[str, str | None]:
+    """By which name each field of a model, and of the models in it, is validated that is written by its own name or by
+    the alias that it is serialized by; None for what is computed."""
+    names: dict[str, str | None] = {}
+    for core in _core_schemas({**TypeAdapter(model).core_schema}):
+        cls = core.get("cls")
+        if not isinstance(cls, _Model):
+            continue
+        for name, field in cls.model_fields.items():
+            alias = field.validation_alias
+            if isinstance(alias, AliasChoices):
+                alias = next((choice for choice in alias.choices if isinstance(choice, str)), None)
+            target = alias if isinstance(alias, str) else name
+            for other in (name, field.serialization_alias):
+                if other and other != target:
+                    names[other] = target
+        for name, computed in cls.model_computed_fields.items():
+            names.update({name: None, computed.alias or name: None})
+    return names
+
+
+def _renamed(value: Any, names: Mapping[str, str | None]) -> Any:
+    """Copy containers with other names of the keys in dicts, without those whose name is None; of arrays the values."""
+    if isinstance(value, dict):
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items() if names.get(key, key)}
+    if type(value) in (list, tuple):
+        return type(value)(_renamed(item, names) for item in value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class _OutputSchema(_View):
+    """A module's output schema as the step sees it that validates outputs: it refuses nothing for its form.
+
+    A dict schema speaks of JSON: it is shown the output as JSON. A model may be dumped by its names or by either alias,
+    and as JSON."""
+
+    def __init__(self, schema: Any, output: Any) -> None:
+        super().__init__(_view_of(schema))
+        self._schema = schema
+        self._output = output  # as the module gave it
+        self.is_renamed = False  # whether it was dumped otherwise than the schema describes it
+
+    def model_validate(self, data: Any, **options: Any) -> Any:
+        if type(self._schema).__module__ == Registry.__module__:  # what apcore makes of a dict
+            return self._schema.model_validate(data, **options)
+        try:
+            return self._schema.model_validate(self._output, **options)
+        except ValidationError:
+            if not isinstance(self._schema, _Model):
+                raise
+            self.is_renamed = True
+            renamed = _renamed(self._output, _validation_names(self._schema))
+            with suppress(ValidationError):
+                return self._schema.model_validate(renamed, **options)
+            if not _is_plain(renamed):
+                raise
+            with suppress(ValidationError):
+                return self._schema.model_validate_json(_to_bytes(renamed), **options)
+            raise
+
+
+class _OutputView(_ModuleView):
+    """A module as the step sees it that validates outputs."""
+
+    def __init__(self, module: Any, output: Any) -> None:
+        super().__init__(module)
+        schema = getattr(module, "output_schema", None)
+        self.schema = None if schema is None else _OutputSchema(schema, output)
+
+    @property
+    def output_schema(self) -> Any:
+        return self.schema
+
+
+class _OutputValidation(_ModuleStep):
+    """The step that validates outputs, and redacts them for hooks. In the calls of a server it sees the output as JSON,
+    as apcore's redaction stops at what is not, and everything after it what the module gave."""
+
+    async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
+        call = _call_of(ctx.context)
+        given = ctx.output
+        view = ctx.module = _OutputView(module, given)
+        try:
+            if given is not None and not _is_plain(given):
+                ctx.output = self._plain(given, module, call, ctx)
+            result = await self._step.execute(ctx)
+        except SchemaValidationError as error:
+            cause = error.__cause__
+            faults = error.details.get("errors") or []
+            if isinstance(cause, ValidationError):
+                faults = [*_pydantic_faults(cause, given)]
+            raise _RefusedOutput(f"Output validation failed: {faults}", faults) from cause
+        finally:
+            ctx.output = given
+        ctx.validated_output = given
+        if view.schema is not None and view.schema.is_renamed and _has_marks(module, "output_schema"):
+            ctx.context.redacted_output = None  # apcore's redaction knows the names of the schema alone
+        return result
+
+    def _plain(self, output: Any, module: Any, call: _Call | None, ctx: PipelineContext) -> Any:
+        """`output` as JSON; what another module gets may be what JSON has not."""
+        schema: Any = getattr(module, "output_schema", None)
+        is_called = call is not None and _begins(call, ctx.context)
+        try:
+            if call is not None and is_called:
+                return _as_plain(output, *call.tool.outputs)
+            return _as_plain(output, schema.model_json_schema() if hasattr(schema, "model_json_schema") else {})
+        except Exception as error:  # a module's own __str__ may raise anything
+            if not is_called:
+                return output
+            raise ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(error)}") from None
 
 
 class _ModuleLookup(_ModuleStep):
@@ -3800,6 +4159,10 @@ class _Execution(_ModuleStep):
         except BaseException:
             running.end()
             raise
+        if call is not None and running.marks:
+            call.has_marks = True
+            if _begins(call, ctx.context) and running.is_dumped:
+                call.marks = [running.marks]
         deadline = ctx.context.global_deadline
         if ctx.output_stream is not None and deadline is not None:
             ctx.output_stream = _until(deadline, ctx.output_stream, ctx.context)
@@ -3928,14 +4291,6 @@ def _approval_question(request: ApprovalRequest) -> str:
     if len(names) > _SHOWN_ARGUMENTS:
         lines.append(f"(arguments left out: {len(names) - _SHOWN_ARGUMENTS:,})")
     return "\n".join(lines)
-
-
-def _inlined_or_marked(schema: JSONSchema) -> JSONSchema:
-    """`schema` without references; where that cannot be, as it refers to itself, one that marks the whole."""
-    try:  # as a model's: a pattern that Python cannot compile hides nothing
-        return _SchemaConverter(BaseModel).inline(schema)
-    except (ValueError, KeyError):
-        return {"x-sensitive": True}
 
 
 def _names_at_root(schema: JSONSchema) -> Iterator[str]:
@@ -4220,8 +4575,10 @@ def _install_steps(strategy: ExecutionStrategy) -> None:
             strategy.replace(step.name, _ApprovalGate(step))
         elif type(step) is BuiltinExecute:
             strategy.replace(step.name, _Execution(step))
-        elif type(step) is BuiltinInputValidation or type(step) is BuiltinOutputValidation:
+        elif type(step) is BuiltinInputValidation:
             strategy.replace(step.name, _ModuleStep(step))
+        elif type(step) is BuiltinOutputValidation:
+            strategy.replace(step.name, _OutputValidation(step))
         elif type(step) is BuiltinModuleLookup:
             # `replace()` refuses this one, so that no pipeline loses its look-up; ours is that same look-up.
             strategy.steps[index] = _ModuleLookup(step)
@@ -4284,6 +4641,7 @@ class _ExecutionRouter:
         self._catalog = catalog
         self._executor = options.executor
         self._options = options
+        self._results = _Results(options.max_result, options.output_formatter)
         self.search = _SearchTools(catalog, options)
         self.calls = _Calls()
         self.ended = Counter[str]()  # how many calls have ended, by what came of them
@@ -4309,7 +4667,7 @@ class _ExecutionRouter:
         tool = self._catalog.find(name)
         if tool is None:
             return self.not_found(name, caller, _trace_sent(ctx))
-        call = _Call(tool, arguments, self._options, caller, self._options.output_formatter)
+        call = _Call(tool, arguments, self._options, caller, self._results)
         call.attach(ctx)
         call.confirmation = confirmation
         return await self.run(call)
@@ -4437,7 +4795,8 @@ class _ExecutionRouter:
         if call.task is not None and call.task.cancelling():
             return _failure(_SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
         modules = [*call.modules.values()]
-        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, self._options.registry, trace_id)
+        registry = self._options.registry
+        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, registry, trace_id, call.has_marks)
         result = mapper.to_result(error)
         unasked = _unasked(error)
         if unasked and unasked.lacks_capability:
@@ -4451,7 +4810,7 @@ class _ExecutionRouter:
         needs_check = self._options.validate_inputs or _unknown_arguments(tool, call.arguments)
         # A caller whom the ACL refuses learns that from the Executor, and nothing about the arguments.
         if needs_check and await self._catalog.offered([tool], call.caller):
-            errors = [*itertools.islice(_faults(tool, call.arguments), _ERRORS_MAX)]
+            errors = _faults(tool, call.arguments)
             if errors:
                 raise SchemaValidationError(f"Input validation failed: {errors}", errors)
         is_streamed = tool.about.annotations.streaming and call.has_progress_token
@@ -4461,17 +4820,12 @@ class _ExecutionRouter:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     _merge(output, chunk)
-                    await call.report(max(call.progress, 0) + 1, None, _as_json(tool, chunk)[0])
+                    text = _as_json(tool, chunk, _own_marks(tool, chunk))[0]
+                    call.results.check_size(len(text))
+                    await call.report(max(call.progress, 0) + 1, None, text.decode())
         else:
             output = await self._executor.call_async(tool.module_id, call.arguments, context)
-        return _success(
-            tool,
-            output,
-            call.formatter,
-            call.label,
-            is_checked=not is_streamed,
-            always_structured=call.always_structured,
-        )
+        return call.results.of(tool, output, call.marks, call.label, is_checked=not is_streamed)
 
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
@@ -4870,7 +5224,7 @@ def _explorer_routes(bridge: _Bridge) -> list[BaseRoute]:
         if not isinstance(arguments, dict):
             return answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
         result = await bridge.router.run(
-            _Call(tool, arguments, options, _caller(request.scope), always_structured=True)
+            _Call(tool, arguments, options, _caller(request.scope), _Results(options.max_result, structured="always"))
         )
         text, *files = result["content"]
         if result["isError"]:
@@ -5387,7 +5741,7 @@ async def _serve_stdio(bridge: _Bridge) -> AsyncIterator[asyncio.Task[None]]:
 async def run_openai_call(
     registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
-    search: bool = False, approval: str | ApprovalHandler = "require",
+    search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
 ) -> str:  # fmt: skip
     """Run the call a model sent back, and return what to tell the model, as text.
 
@@ -5398,11 +5752,10 @@ async def run_openai_call(
     `from_openai_call`. `tags`, `prefix`, `identity` (the caller, to the ACL) and `search` are those that
     `to_openai_tools` had. There is nobody to ask for an approval: "require" and "deny" refuse a call that needs one,
     "auto" lets it run with a WARNING and "off" without one; an apcore `ApprovalHandler` decides itself, and so does the
-    one that an Executor already has. Raises TypeError and ValueError for wrong options, and nothing that a module
-    raised."""
-    options = _options_of(
-        "run_openai_call()", registry_or_executor, tags=tags, prefix=prefix, search=search, approval=approval
-    )
+    one that an Executor already has. A text of more than `max_result` bytes is an error (0: of any length). Raises
+    TypeError and ValueError for wrong options, and nothing that a module raised."""
+    given: JSONObject = {"tags": tags, "prefix": prefix, "search": search, "approval": approval}
+    options = _options_of("run_openai_call()", registry_or_executor, **given, max_result=max_result)
     catalog = _ToolCatalog(options)
     try:
         inputs = _read_arguments(name, arguments)
@@ -5415,11 +5768,12 @@ async def run_openai_call(
             return str(answer["content"][0]["text"])
         name, inputs = _target_of(inputs)
     try:
-        tool = _called_tool(options, name)
+        tool = _called_tool(catalog, options, name)
     except _NotOffered:
         router.not_found(name, identity, {})
         return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
-    call = _Call(tool, _drop_nulls(inputs, tool.input_schema)[0], options, identity)
+    results = _Results(options.max_result, structured="never")
+    call = _Call(tool, _drop_nulls(inputs, tool.input_schema)[0], options, identity, results)
     result = await router.run(call)
     text, *files = result["content"]
     lines = [text["text"]]

@@ -341,7 +341,6 @@ UNREADABLE: dict[str, Callable[[], ModuleError]] = {
     "details_text": lambda: with_odd(InvalidInputError(TOKEN), details=TOKEN),
     "details_list": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), details=[TOKEN]),
     "errors_number": lambda: SchemaValidationError(TOKEN, errors=cast(Any, 7)),
-    "message_none": lambda: with_odd(SchemaValidationError(TOKEN, errors=[{"message": TOKEN}]), message=None),
     "code_list": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), code=[TOKEN]),
     "flag_object": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), retryable=object()),
     "timeout_object": lambda: ModuleError("MODULE_TIMEOUT", TOKEN, {"timeout_ms": object()}),
@@ -539,16 +538,16 @@ async def test_each_wrong_argument_is_named_with_its_path(
 
 
 async def test_of_a_union_the_faults_of_the_branch_that_was_meant_are_told_or_of_all(validating: Validating) -> None:
-    """Where a tag or a type tells which one was: jsonschema does not say so itself, pydantic names each."""
+    """Where a tag or a type tells which one was: jsonschema does not say so itself, and pydantic names classes."""
     told = []
     async with client_of(validating[0]) as client:
         for inside in ({"kind": "box"}, {"kind": "cone"}):
             results = [await client.call_tool(tool, {**PICTURE, "inside": inside}) for tool in TAKES]
             told += [{field for field, _, _ in lines_of(failure(result))} for result in results]
     of_model, of_dict, of_none_in_a_model, of_none_in_a_dict = told
-    assert of_model == {"inside.Box.width", "inside.Ball.kind", "inside.Ball.radius"}
+    assert of_model == {"inside.width", "inside.kind", "inside.radius"}
     assert of_dict == {"inside.width"}
-    assert of_none_in_a_model == {"inside.Box.kind", *of_model}
+    assert of_none_in_a_model == of_model
     assert of_none_in_a_dict == {"inside.kind", "inside.width", "inside.radius", "inside"}
 
 
@@ -594,9 +593,10 @@ async def test_a_wrong_output_is_the_modules_fault_and_its_values_stay_inside(sc
     async with connect({"gives.wrong": module}) as client:
         result = await client.call_tool("gives.wrong", {})
     report = failure(result)
-    told = {field: message for field, message, _ in lines_of(report, "Output validation failed:")}
+    told = {field: message for field, message, _ in lines_of(report, "Output validation failed (the tool has run):")}
     wrong = "Value is not valid"
-    assert told == {"count": wrong, "nested.width": wrong, "nested": "Field required"}
+    missing = "nested" if isinstance(schema, dict) else "nested.height"
+    assert told == {"count": wrong, "nested.width": wrong, missing: "Field required"}
     assert report["user_fixable"] is False
     assert [v for v in ("inner-value", "other-value") if v in result.model_dump_json(by_alias=True)] == []
 

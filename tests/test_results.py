@@ -17,8 +17,21 @@ import pytest
 from apcore import Executor, Middleware
 from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field
-from support import REDACTED, Size, StreamingModule, gives, noting, parsed, success_text
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+from support import (
+    REDACTED,
+    Size,
+    StreamingModule,
+    errors_logged,
+    failure,
+    gives,
+    lines_of,
+    noting,
+    parsed,
+    success_text,
+)
+
+from apcore_mcp import run_openai_call
 
 AWKWARD = bytes(range(248, 256))  # in base64 its text differs between the alphabet of URLs and the standard one
 
@@ -267,7 +280,8 @@ async def test_a_none_that_breaks_the_advertised_schema_is_an_error_though_apcor
     needing = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     async with connect({"demo.none": gives(None, output_schema=needing)}) as client:
         result = await client.call_tool("demo.none", {})
-    assert (result.is_error, [part.text for part in result.content]) == (True, ["Output validation failed"])
+    assert result.is_error
+    assert [part.text for part in result.content] == ["Output validation failed (the tool has run)"]
 
 
 CYCLE: dict[str, Any] = {}
@@ -352,3 +366,162 @@ async def test_an_output_formatter_writes_the_text_and_nothing_else(
     assert (typed.structured_content, plain.structured_content) == (shown, None)
     failed = [r for r in caplog.records if "output_formatter failed" in r.getMessage() and r.exc_info]
     assert len(failed) == (2 if text == "JSON" else 0)
+
+
+# ---- What JSON has no type for ----
+
+
+class Array:
+    """As NumPy's arrays and scalars."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def tolist(self) -> Any:
+        return self.values
+
+    def __str__(self) -> str:
+        return "[0 1 ... 9]"
+
+
+class Holder(BaseModel):
+    anything: Any
+
+
+class Nameless:
+    pass
+
+
+async def test_an_array_is_its_values_wherever_it_stands() -> None:
+    numbers = [*range(2000)]
+    output = {
+        "array": Array(numbers),
+        "scalar": Array(1.5),
+        "deep": [{"in": (Array([[1], [2]]),)}],
+        "model": Holder(anything=Array([3])),
+    }
+    expected = {"array": numbers, "scalar": 1.5, "deep": [{"in": [[[1], [2]]]}], "model": {"anything": [3]}}
+    schema = {"type": "object", "properties": {"array": {"type": "array", "items": {"type": "integer"}}}}
+    modules = {
+        "an.array": gives(output, output_schema=schema),
+        "an.array_by_key": gives({1: Array([1])}),
+        "an.array_in_chunks": StreamingModule([{"array": Array([1])}]),
+    }
+    note, told = noting()
+    async with connect(modules) as client:
+        result = await client.call_tool("an.array", {})
+        assert parsed(success_text(result)) == result.structured_content == expected
+        assert parsed(success_text(await client.call_tool("an.array_by_key", {}))) == {"1": [1]}
+        result = await client.call_tool("an.array_in_chunks", {}, progress_callback=note)
+        assert parsed(success_text(result)) == {"array": [1]}
+    assert [message for _, _, message in told] == ['{"array":[1]}']
+    assert await run_openai_call(registry_of(modules), "an-array_by_key", {}) == '{"1":[1]}'
+
+
+@pytest.mark.parametrize("make", [Nameless, lambda: iter(n for n in [1]), lambda: echo], ids=["object", "made", "code"])
+async def test_an_object_whose_text_is_its_address_is_an_error_that_names_its_type_in_the_log(
+    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (gives({"value": make()}), gives({"value": make()}, output_schema={})):
+        async with connect({"an.address": module}) as client:
+            failure(await client.call_tool("an.address", {}), "Failed to serialize module output")
+        assert type(make()).__name__ in errors_logged(caplog)[-1].getMessage()
+
+
+# ---- The form of an output ----
+
+
+class Line(BaseModel):
+    day: date = Field(validation_alias="lineDay", serialization_alias="dayOfLine")
+
+
+class Bill(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    number: int = Field(alias="billNumber", serialization_alias="No")
+    lines: list[Line] = []
+
+    @computed_field
+    def double(self) -> int:
+        return 2 * self.number
+
+
+BILL = Bill(billNumber=1, lines=[Line(lineDay=date(2026, 1, 1))])
+
+
+async def test_a_model_may_be_returned_and_dumped_by_any_of_its_names() -> None:
+    by_name, by_alias = BILL.model_dump(mode="json"), BILL.model_dump(mode="json", by_alias=True)
+    modules = {
+        "a.model": (gives(BILL, output_schema=Bill), by_name),
+        "a.dump": (gives(BILL.model_dump(), output_schema=Bill), by_name),
+        "a.dump_by_alias": (gives(BILL.model_dump(by_alias=True), output_schema=Bill), by_alias),
+        "a.dump_as_json": (gives(by_name, output_schema=Bill), by_name),
+        "a.dump_as_json_by_alias": (gives(by_alias, output_schema=Bill), by_alias),
+    }
+    wrong = {"a.text": {"billNumber": "1"}, "a.surplus": {"billNumber": 1, "other": 1}, "an.absence": {"lines": []}}
+    refused = {name: gives(output, output_schema=Bill) for name, output in wrong.items()}
+    async with connect({name: module for name, (module, _) in modules.items()} | refused) as client:
+        for name, (_, expected) in modules.items():
+            assert parsed(success_text(await client.call_tool(name, {}))) == expected, name
+        for name in wrong:
+            report = failure(await client.call_tool(name, {}))
+            assert report["error_message"].startswith("Output validation failed (the tool has run):"), name
+
+
+async def test_with_a_dict_schema_dates_decimals_and_tuples_are_their_json_and_hooks_get_what_was_given() -> None:
+    given = {
+        "at": datetime(2026, 2, 3, 4, 5), "day": date(2026, 2, 3), "id": UUID(int=1), "price": Decimal("1.5"),
+        "pair": (1, 2), "color": Color.RED,
+    }  # fmt: skip
+    text = {"type": "string"}
+    texts = {"at": text, "day": text, "id": text}
+    pair = {"type": "array", "items": {"type": "integer"}}
+    properties = {**texts, "price": {"type": "number"}, "pair": pair, "color": {"enum": ["red"]}}
+    schema = {"type": "object", "properties": properties, "required": [*given], "additionalProperties": False}
+    seen: list[Any] = []
+
+    class Watching(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            seen.append(output)
+
+    modules = {"a.form": gives(given, output_schema=schema), "a.wrong_form": gives({**given, "pair": ("a",)},
+                                                                                   output_schema=schema)}  # fmt: skip
+    executor = Executor(registry_of(modules))
+    executor.use(Watching())
+    async with connect(executor) as client:
+        result = await client.call_tool("a.form", {})
+        assert result.structured_content is not None
+        assert {**result.structured_content, "at": ""} == {
+            "at": "", "day": "2026-02-03", "id": str(UUID(int=1)), "price": 1.5, "pair": [1, 2], "color": "red"
+        }  # fmt: skip
+        report = failure(await client.call_tool("a.wrong_form", {}))
+    assert seen == [given]
+    assert lines_of(report, "Output validation failed (the tool has run):") == [
+        ("pair.0", "Value is not valid", "type")
+    ]
+
+
+# ---- The size of a result ----
+
+
+async def test_a_result_that_is_too_large_is_an_error_with_both_sizes_at_every_door(mode: str) -> None:
+    """Text, structured content and files count together."""
+    large = {"text": "x" * 600}
+    modules = {
+        "a.text": gives(large, output_schema={}),
+        "a.structured": gives(large),
+        "a.file": drawing({"file": "AAAA" * 150}, {"file": base64_of("image/png")}),
+        "a.stream": StreamingModule([{"a": "x" * 300}, {"b": "x" * 300}], output_schema={}),
+    }
+    sizes = {"a.text": 615, "a.structured": 1226, "a.file": 602, "a.stream": 623}
+    for limit in (500, 1300, 0):
+        async with connect(modules, mode=mode, max_result=limit) as client:
+            for name, size in sizes.items():
+                note, _ = noting()
+                result = await client.call_tool(name, {}, progress_callback=note if name == "a.stream" else None)
+                if limit != 500:
+                    assert not result.is_error, name
+                    continue
+                text = f"Result is too large: {size} bytes, and at most 500 are sent (the tool has run)"
+                assert failure(result, text)["error_type"] == "RESULT_TOO_LARGE"
+    assert "615 bytes" in await run_openai_call(registry_of(modules), "a-text", {}, max_result=500)
+    assert len(await run_openai_call(registry_of(modules), "a-text", {})) == 611

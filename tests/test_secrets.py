@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import re
@@ -14,16 +15,19 @@ from datetime import date
 from typing import Any, NoReturn
 
 import pytest
-from apcore import ACL, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore import ACL, Config, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
 from apcore.approval import AlwaysDenyHandler
+from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
+from apcore.schema.loader import SchemaLoader
 from conftest import FunctionalModule, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
 from support import (
     REDACTED,
     SECRET_TEXT,
     SECRETIVE,
+    StreamingModule,
     calls,
     client_of,
     errors_logged,
@@ -31,9 +35,12 @@ from support import (
     failure,
     gives,
     lines_of,
+    noting,
     parsed,
     success_text,
 )
+
+from apcore_mcp import run_openai_call
 
 SECRET_PIN = 918273645
 
@@ -594,3 +601,82 @@ async def test_a_mark_in_a_model_that_is_built_late_hides_under_both_names() -> 
     given = {"inner": Inner(token="S3CR3T")}
     async with connect({"a.late": gives(given, output_schema=Outer)}) as client:
         assert "S3CR3T" not in (await client.call_tool("a.late", {})).model_dump_json()
+
+
+# ---- Models inside what a module returns, and what apcore logs of a call ----
+
+
+class Patient(BaseModel):
+    name: str
+    ssn: str = Field(alias="socialNumber", json_schema_extra={"x-sensitive": True})
+
+
+class Ward(BaseModel):
+    anything: Any
+
+
+@dataclasses.dataclass
+class Bed:
+    patient: Any
+
+
+PATIENT = Patient(name="Ann", socialNumber=SECRET_TEXT)
+HELD: dict[str, Any] = {
+    "itself": PATIENT,
+    "in_a_list": [PATIENT, {"ssn": "kept"}],
+    "in_a_tuple": {"a": (1, PATIENT)},
+    "in_a_model": Ward(anything=[{"a": PATIENT}]),
+    "in_a_dataclass": Bed(PATIENT),
+    "by_a_number": {1: PATIENT},
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+async def test_a_model_in_a_container_is_redacted_by_its_own_marks_at_every_door(held: Any) -> None:
+    def any_(**_: Any) -> Any:
+        return held
+
+    def plain(**_: Any) -> dict:  # type: ignore[type-arg]
+        return {"held": held}
+
+    registry = registry_of({"a.class": gives({"held": held}), "a.stream": StreamingModule([{"held": held}])})
+    for name, function in {"an.any": any_, "a.dict": plain}.items():
+        apcore_module(function, id=name, registry=registry)
+    note, told = noting()
+    async with connect(registry) as client:
+        for name in ("a.class", "an.any", "a.dict", "a.stream"):
+            result = await client.call_tool(name, {}, progress_callback=note if name == "a.stream" else None)
+            assert not result.is_error
+            text = result.model_dump_json(by_alias=True)
+            assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
+    assert SECRET_TEXT not in str(told)
+    assert "Ann" in str(told)
+    assert SECRET_TEXT not in await run_openai_call(registry, "an-any", {})
+    async with connect(registry, redact_output=False) as client:
+        assert SECRET_TEXT in (await client.call_tool("an.any", {})).model_dump_json(by_alias=True)
+
+
+async def test_an_error_beside_a_model_that_marks_something_is_not_quoted_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schema = {"type": "object", "properties": {"held": {"type": "integer"}}}
+    async with connect({"a.wrong": gives({"held": PATIENT}, output_schema=schema)}) as client:
+        assert (await client.call_tool("a.wrong", {})).is_error
+    assert SECRET_TEXT not in caplog.text
+
+
+async def test_what_apcore_logs_shows_no_value_while_something_is_marked(caplog: pytest.LogCaptureFixture) -> None:
+    model = SchemaLoader(Config()).generate_model(
+        {"type": "object", "properties": {"pin": {"type": "string", "format": "uuid", "x-sensitive": True}}}, "Pin"
+    )
+    open_model = SchemaLoader(Config()).generate_model(
+        {"type": "object", "properties": {"pin": {"type": "string", "format": "uuid"}}}, "Open"
+    )
+    modules = {"a.pin": gives({}, input_schema=model), "an.open": gives({}, input_schema=open_model)}
+    async with connect(modules) as client:
+        await client.call_tool("a.pin", {"pin": SECRET_TEXT})
+        await client.call_tool("an.open", {"pin": "no uuid"})
+    lines = [record.getMessage() for record in caplog.records if record.name == "apcore.schema.hardening"]
+    assert len(lines) == 2
+    assert SECRET_TEXT not in caplog.text
+    assert "no uuid" in lines[1]
