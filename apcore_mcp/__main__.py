@@ -62,10 +62,9 @@ class _LogToStderr(logging.handlers.QueueHandler):
     writes to the descriptor, as whatever ends the process would wait for the lock and the buffer of `sys.stderr`. What
     was logged before the end is written then, if it is read. Any thread may log."""
 
-    queue: queue.SimpleQueue[str | threading.Event]
-
     def __init__(self) -> None:
-        super().__init__(queue.SimpleQueue())
+        self._unwritten = queue.SimpleQueue[str | threading.Event]()
+        super().__init__(self._unwritten)
         self.setFormatter(logging.Formatter(_LOG_FORMAT))
         self._lost = 0
         self._process = os.getpid()
@@ -77,8 +76,8 @@ class _LogToStderr(logging.handlers.QueueHandler):
     def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` makes of one
         if os.getpid() != self._process:  # one that a module has forked has no thread that writes
             _write_to_stderr(record)
-        elif self.queue.qsize() < _UNWRITTEN_MAX:
-            self.queue.put(record)
+        elif self._unwritten.qsize() < _UNWRITTEN_MAX:
+            self._unwritten.put(record)
         else:
             self._lost += 1
 
@@ -86,15 +85,15 @@ class _LogToStderr(logging.handlers.QueueHandler):
         """Wait until what was logged so far is written, a second at most. The process does so at its end."""
         if os.getpid() == self._process:
             written = threading.Event()
-            self.queue.put(written)
+            self._unwritten.put(written)
             written.wait(_END_SECONDS)
 
     def _write(self) -> None:
         told = 0
         while True:
-            waiting = [self.queue.get()]
-            while not self.queue.empty():  # all at once: each write may have to wait for Python's lock
-                waiting.append(self.queue.get())
+            waiting = [self._unwritten.get()]
+            while not self._unwritten.empty():  # all at once: each write may have to wait for Python's lock
+                waiting.append(self._unwritten.get())
             lines = [each for each in waiting if isinstance(each, str)]
             if lines:
                 _write_to_stderr("\n".join(lines))

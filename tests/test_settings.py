@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import RawClient
+from conftest import ROOT, RawClient
 from support import exported_names, messages_logged, run
 
 from apcore_mcp.__main__ import main
@@ -170,3 +171,18 @@ def test_a_file_that_says_nothing_about_a_log_is_told_in_one_line(
     logging.root.handlers[:] = before
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"Error: --log-config {path}: ")
+
+
+def test_the_table_of_the_readme_has_each_flag_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    options = capsys.readouterr().out.partition("options:")[2]
+    table = (ROOT / "README.md").read_text("utf-8").partition("| Flag | Default | Meaning |")[2].partition("\n\n")[0]
+    described = {
+        flag for row in table.splitlines() for flag in re.findall(r"--[a-z][\w-]+", "|".join(row.split("|")[1:2]))
+    }
+    flags = {
+        flag for line in options.splitlines() if line.startswith("  -") for flag in re.findall(r"--[a-z][\w-]+", line)
+    }
+    assert flags - described == {"--help"}
+    assert described - flags <= {"--no-redact-output"}
