@@ -228,7 +228,7 @@ _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --h
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _TASK_AFTER_HELP = "seconds until a call goes on as a task; without a number, only those of modules marked as long do"
 _EXPLORER_HELP = "serve the Tool Explorer, a page to look at the tools (HTTP transports)"
-_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
+_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|ready|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
 _TRANSPORTS = ("stdio", "streamable-http", "sse")
@@ -304,7 +304,7 @@ class _Options:
         """The path without a slash at its end."""
         path = prefix.rstrip("/")
         if not _EXPLORER_PREFIX.fullmatch(path):
-            allowed = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics"
+            allowed = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /ready, /metrics"
             raise ValueError(f"explorer_prefix must be {allowed}; got {path!r}")
         return path
 
@@ -5295,12 +5295,12 @@ def _is_allowed(host: str, options: _Options, is_page: bool) -> bool:
     return False
 
 
-def _guarded(app: ASGIApp, bridge: _Bridge, *, is_page: bool = False) -> ASGIApp:
+def _guarded(app: ASGIApp, bridge: _Bridge, *, is_page: bool = False, is_probe: bool = False) -> ASGIApp:
     """ASGI middleware: refuse requests whose host is not allowed, and all of them once the server ends.
 
     A request with an Origin comes from a web page, and that must be of the very host and port that the request names;
     where `is_page`, all requests do, as browsers send no Origin with what a page loads from its own host. A POST must
-    be JSON, which no form of a page can send."""
+    be JSON, which no form of a page can send. Where `is_probe`, programs may name any host."""
     from starlette.datastructures import Headers, QueryParams
     from starlette.responses import PlainTextResponse
 
@@ -5310,7 +5310,8 @@ def _guarded(app: ASGIApp, bridge: _Bridge, *, is_page: bool = False) -> ASGIApp
         origins = headers.getlist("origin")
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         session_ids = [headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")]
-        if not _is_allowed(host, bridge.options, is_page or bool(origins)):
+        is_any_host = is_probe and not origins
+        if not is_any_host and not _is_allowed(host, bridge.options, is_page or bool(origins)):
             status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
             reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
         elif not {origin.lower() for origin in origins} <= {f"http://{host}", f"https://{host}"}:
@@ -5428,10 +5429,10 @@ def _metric(name_and_type: str, text: str, label: str, numbers: Mapping[str, int
     return lines
 
 
-def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
-    """The routes beside MCP's: `/health` (FR-HEALTH-001), and by option `/metrics` (F-021) and the Explorer."""
+def _probe_routes(bridge: _Bridge) -> list[BaseRoute]:
+    """Whether the server is alive, `/health` (FR-HEALTH-001), and whether it can take on more, `/ready`."""
     from starlette.responses import JSONResponse, PlainTextResponse
-    from starlette.routing import Mount, Route, Router
+    from starlette.routing import Route
 
     options = bridge.options
     started = time.monotonic()
@@ -5442,12 +5443,42 @@ def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
         uptime = time.monotonic() - started
         return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
 
+    async def ready(request: Request) -> Response:
+        if len(bridge.open_sessions) >= options.max_sessions:
+            return PlainTextResponse(f"No session is free: {options.max_sessions} are open", 503)
+        if len(_threads().of_modules.busy) >= _THREADS_MAX:
+            return PlainTextResponse(f"No thread is free: {_THREADS_MAX} run modules", 503)
+        return PlainTextResponse("Ready")
+
+    return [Route("/health", health), Route("/ready", ready)]
+
+
+def _probed(app: ASGIApp, bridge: _Bridge, routes: list[BaseRoute]) -> ASGIApp:
+    """ASGI middleware before the user's own: who asks whether the server is alive and ready needs no login."""
+    from starlette.routing import Mount, Route, Router
+
+    probes = Mount("", _guarded(Router(routes), bridge, is_probe=True))  # a Route would take it for a plain function
+    router = Router([Route(path, probes) for path in ("/health", "/ready")], default=app, redirect_slashes=False)
+
+    async def probed(scope: Scope, receive: Receive, send: Send) -> None:
+        await (router if scope.get("method") in ("GET", "HEAD") else app)(scope, receive, send)
+
+    return probed
+
+
+def _own_routes(bridge: _Bridge) -> list[BaseRoute]:
+    """The routes beside MCP's and the probes: by option `/metrics` (F-021) and the Explorer."""
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Mount, Route, Router
+
+    options = bridge.options
+
     async def metrics(request: Request) -> Response:
         collected = options.metrics_collector.export_prometheus().rstrip("\n")
         text = "\n".join([*filter(None, [collected]), *_metrics(bridge), ""])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    routes: list[BaseRoute] = [Route("/health", health)]
+    routes: list[BaseRoute] = []
     if options.metrics_collector:
         routes.append(Route("/metrics", metrics))
     if options.explorer:
@@ -5496,10 +5527,12 @@ async def _http_app(bridge: _Bridge) -> Starlette:
             Route("/sse", Mount("", stream), methods=["GET"]),
             Route("/messages/", Mount("", transport.handle_post_message), methods=["POST"]),
         ]
-    routes += _own_routes(bridge)
+    probe_routes = _probe_routes(bridge)
+    routes += [*probe_routes, *_own_routes(bridge)]
     middleware = [
         Middleware(RequestBodyLimitMiddleware, max_body_size=DEFAULT_MAX_REQUEST_BODY_SIZE),
         Middleware(_whole),
+        Middleware(_probed, bridge=bridge, routes=probe_routes),
         # Behind what reads the whole body: that may take its time, and the server end meanwhile.
         Middleware(_guarded, bridge=bridge),
         *(options.middleware or ()),

@@ -342,10 +342,13 @@ async def test_host_and_allowed_hosts_decide_which_names_are_accepted(
     async with asgi_client(registry_of(), explorer=True, **options) as client:
         for (host, origin), status in expected.items():
             headers = {"Host": host} | ({"Origin": origin} if origin else {})
-            for path in ("/health", "/mcp"):
+            for path in ("/nowhere", "/mcp"):
                 response = await client.get(path, headers=headers)
                 refused = response.status_code if response.status_code in (403, 421) else 200
                 assert refused == status, (host, origin, path)
+            for path in ("/health", "/ready"):  # whoever probes may know no name
+                probed = await client.get(path, headers=headers)
+                assert probed.status_code == (status if origin else 200), (host, origin, path)
             # A browser sends no Origin with what it loads from the page's own host.
             of_page = status if origin else expected.get((host, f"http://{host}"), status)
             assert (await client.get("/explorer/", headers=headers)).status_code == of_page, (host, origin)
@@ -380,8 +383,8 @@ async def test_a_page_under_a_rebound_name_is_refused_at_every_door(transport: s
 @pytest.mark.parametrize(
     ("allowed", "path", "origin"),
     [
-        ("tools.example", "/health", None),
-        ("tools.example", "/health", "http://other.example"),
+        ("tools.example", "/mcp", None),
+        ("tools.example", "/mcp", "http://other.example"),
         ("*", "/health", "http://other.example"),
         ("*", "/explorer/", None),
     ],
@@ -479,7 +482,7 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
     asked: list[str] = []
     middleware = [Middleware(Doorman, secret="xyzzy", asked=asked)]
     options: dict[str, Any] = {"explorer": True, "metrics_collector": MetricsCollector(), "middleware": middleware}
-    doors = [("GET", path) for path in ("/health", "/metrics", "/explorer/", "/explorer/tools", "/nowhere")]
+    doors = [("GET", path) for path in ("/metrics", "/explorer/", "/explorer/tools", "/nowhere")]
     doors += [("POST", "/mcp")] if transport == "streamable-http" else [("GET", "/sse"), ("POST", "/messages/")]
     async with asgi_client(registry_of(), transport=transport, **options) as client:
         for method, path in doors:
@@ -489,7 +492,9 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
             assert asked == []
             assert (await client.request(method, path, **sent)).status_code == 401
             assert asked.pop() == path
-        assert (await client.get("/health", headers={"X-Secret": "xyzzy"})).status_code == 200
+        for path in ("/health", "/ready"):
+            assert (await client.get(path, headers={"Host": "probe.example"})).status_code == 200
+        assert asked == []
         too_long = {"content": b" " * (4 * MIB + 1), "headers": {"Content-Type": "application/json"}}
         assert (await client.post(doors[-1][1], **too_long)).status_code == 413
 
@@ -772,6 +777,8 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
             assert answered.structured_content == until
         health = await late_client.get(f"{server.url}/health")
         assert health.status_code == 503, "a call of the Explorer is waited for too"
+        ready = await late_client.get(f"{server.url}/ready")
+        assert (ready.status_code, ready.text) == (503, "Server is shutting down")
         later.touch()
         assert (await shown).json() == {"result": last}
         await server.ends_in_order()
@@ -869,6 +876,37 @@ async def test_idle_sessions_have_ended_before_the_sdk_cancels_what_is_left(capl
 
 
 # ---- Health ----
+
+
+async def test_a_server_is_ready_while_a_session_is_free() -> None:
+    hello = message("initialize", initialize_params("2025-11-25"))
+    async with asgi_client(registry_of(), max_sessions=1) as client:
+        before = await client.get("/ready")
+        opened = await client.post("/mcp", json=hello, headers=ACCEPT)
+        full = await client.get("/ready")
+        assert (await client.get("/health")).status_code == 200
+        await client.delete("/mcp", headers={"Mcp-Session-Id": opened.headers["mcp-session-id"]})
+        after = await client.get("/ready")
+    said = [(response.status_code, response.text) for response in (before, full, after)]
+    assert said == [(200, "Ready"), (503, "No session is free: 1 are open"), (200, "Ready")]
+
+
+async def test_a_server_is_ready_while_a_thread_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apcore_mcp.core._THREADS_MAX", 1)
+    entered, release = threading.Event(), threading.Event()
+
+    def block(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        entered.set()
+        return {"released": release.wait(20)}
+
+    async with asgi_client(registry_of({"block": block})) as client:
+        assert (await client.get("/ready")).status_code == 200
+        calling = asyncio.create_task(client.post("/mcp", **call("block", {})))
+        assert await asyncio.to_thread(entered.wait, 20)
+        full = await client.get("/ready")
+        release.set()
+        assert (await calling).status_code == 200
+    assert (full.status_code, full.text) == (503, "No thread is free: 1 run modules")
 
 
 @pytest.mark.requirement("FR-HEALTH-001", "FR-HEALTH-002", "FR-SERVER-006")
@@ -996,7 +1034,7 @@ def test_middleware_that_hangs_does_not_keep_the_server_for_ever() -> None:
     options: dict[str, Any] = {"middleware": [Middleware(hanging)], "shutdown_seconds": 0.1}
     with contextlib.ExitStack() as stack, serving(registry_of(), **options) as url:
         client = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port)))
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        client.sendall(b"GET /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert entered.wait(20)
 
 

@@ -19,7 +19,8 @@ from support import LOGGER, every_door
 
 from apcore_mcp import MCPServer, async_serve, serve, to_openai_tools
 
-PREFIX = "explorer_prefix must be a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /metrics; got"
+ROUTES = "/mcp, /sse, /messages, /health, /ready, /metrics"
+PREFIX = f"explorer_prefix must be a path such as '/explorer', and none of {ROUTES}; got"
 
 
 @pytest.mark.requirement("FR-SERVER-004", "FR-SERVER-007", "FR-SERVER-008", "FR-SERVER-009")
