@@ -562,21 +562,26 @@ _SCALARS = frozenset({str, int, float, bool, NoneType})
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether `value` holds JSON's own types and nothing else: a cheap look, before a walk that does something. What is
     too deep for JSON is not plain, as what holds itself is."""
-    items: Collection[Any] = value if type(value) is list else (value,)
+    items: Iterable[Any] = value
     if type(value) is dict:
-        if {*map(type, value)} - {str}:
-            return False
+        for key in value:
+            if type(key) is not str:
+                return False
         items = value.values()
-    others = {*map(type, items)} - _SCALARS
-    if not others:
-        return True
-    return others <= {dict, list} and depth < _DEPTH_MAX and all(_is_plain(item, depth + 1) for item in items)
+    elif type(value) is not list:
+        return type(value) in _SCALARS
+    for item in items:
+        if type(item) in _SCALARS:
+            continue
+        if type(item) not in (dict, list) or depth == _DEPTH_MAX or not _is_plain(item, depth + 1):
+            return False
+    return True
 
 
 _ADDRESS = re.compile(r"<.* at 0x[0-9A-Fa-f]+>+", re.DOTALL)  # the text of an object that has none of its own
 
 
-def _plain_value(value: object) -> Any:
+def _plain_value(value: Any) -> Any:
     """What is sent for an object that JSON does not know: the values of an array, and of anything else its text
     (FR-EXEC-002). TypeError where that is no more than its address, which names the type."""
     if hasattr(value, "tolist"):  # NumPy's arrays and scalars, and whatever works like them
@@ -1535,7 +1540,7 @@ def _pydantic_faults(error: ValidationError, values: Any) -> Iterator[dict[str, 
     for each in error.errors():
         path = []
         value = values
-        for step in each["loc"]:
+        for step in cast(tuple[Any, ...], each["loc"]):
             is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
             if is_item or (isinstance(value, dict) and step in value):
                 value = value[step]
