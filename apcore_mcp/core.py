@@ -3166,8 +3166,11 @@ def _declares_tasks(ctx: RequestContext) -> bool:
 
 
 def _json_bytes(value: Any) -> int:
-    """How many bytes plain JSON takes."""
-    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    """How many bytes plain JSON takes; more than there is room for where it is too deep to be written."""
+    try:
+        return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError:
+        return sys.maxsize
 
 
 def _silence(future: asyncio.Future[Any]) -> None:
@@ -3234,6 +3237,8 @@ class _Call:
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
         self.calls: _Calls | None = None  # among which it runs
         self.can_be_task = False  # whether a handle may answer that request, and the call goes on without one
+        self.has_begun = False  # whether its module has: approval is asked before there is a task
+        self.is_due = False  # whether it is to be a task once its module has begun
         self.kept: _Kept | None = None  # while no request waits for it
         self.is_refused = False  # whether it was ended as too many wait
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
@@ -3291,8 +3296,10 @@ class _Call:
         await self._turn.wait()
 
     def begin_task(self) -> bool:
-        """Go on as a task, if its client knows tasks and there is room for one more. Returns whether it does."""
-        if self.calls is not None and self.can_be_task and self.kept is None and self.is_working:
+        """Go on as a task, now or once its module has begun, if its client knows tasks and there is room for one more.
+        Returns whether it does."""
+        self.is_due = True
+        if self.calls is not None and self.can_be_task and self.has_begun and self.kept is None and self.is_working:
             self.calls.keep_task(self)
         return self.kept is not None and self.kept.is_task
 
@@ -4156,9 +4163,12 @@ class _Execution(_ModuleStep):
         running = ctx.module = _RunningModule(module, ctx.stream)
         step = self._step
         call = _call_of(ctx.context)
-        if call is not None and call.tool.about.is_long and _begins(call, ctx.context) and call.begin_task():
-            step = _execution_without_limit()
-            ctx.context.global_deadline = math.inf  # not None: what the module calls would be given one
+        if call is not None and _begins(call, ctx.context):
+            call.has_begun = True
+            is_long = call.tool.about.is_long
+            if (is_long or call.is_due) and call.begin_task() and is_long:
+                step = _execution_without_limit()
+                ctx.context.global_deadline = math.inf  # not None: what the module calls would be given one
         try:
             result = await step.execute(ctx)
         except BaseException:
@@ -4651,6 +4661,8 @@ class _ExecutionRouter:
         self.calls = _Calls()
         self.ended = Counter[str]()  # how many calls have ended, by what came of them
         _install_steps(self._executor.current_strategy)
+        # Where a step of the user's own runs modules, nothing says when one begins.
+        self._knows_begin = any(isinstance(step, _Execution) for step in self._executor.current_strategy.steps)
 
     async def handle_call(self, ctx: RequestContext, params: CallToolRequestParams) -> Any:
         """Answer a `tools/call`: one that begins, or a retry with the answers to what an earlier one asked."""
@@ -4729,6 +4741,7 @@ class _ExecutionRouter:
             data={_CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
         )
         call.calls = self.calls
+        call.has_begun = not self._knows_begin
         call.task = asyncio.create_task(self._execute(call, context))
         return await self._reply(call)
 
@@ -4760,12 +4773,14 @@ class _ExecutionRouter:
         logger.debug("Tool call: %s", call.label)
         self.calls.running.add(call)
         _CURRENT.set(call)
-        outcome: JSONObject | Exception
+        outcome: JSONObject | Exception | None = None
         try:
             outcome = await self._run_module(call, context)
         except BaseException as error:  # a module may raise anything
             outcome = self._outcome_of(call, error, context.trace_id)
-        self.calls.end(call, outcome)
+        finally:
+            outcome = outcome or _protocol_error(-32603, _UNEXPECTED)  # whatever happens, the call ends
+            self.calls.end(call, outcome)
         self._log_end(call.tool.module_id, call.caller, outcome, started, context.trace_id)
 
     def _log_end(

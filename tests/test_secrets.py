@@ -1,5 +1,4 @@
-"""What is marked `x-sensitive` leaves neither in results nor in messages nor in the log (NFR-SEC-002, -003).
-"""
+"""What is marked `x-sensitive` leaves neither in results nor in messages nor in the log (NFR-SEC-002, -003)."""
 
 from __future__ import annotations
 

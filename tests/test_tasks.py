@@ -373,6 +373,24 @@ async def test_a_question_before_there_is_a_task_is_asked_as_ever() -> None:
         assert task["result"]["structuredContent"] == {"names": [{"name": "Ada"}] * 2}
 
 
+async def test_approval_is_asked_first_however_soon_a_call_would_be_a_task() -> None:
+    go_on = asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await go_on.wait()
+        return {}
+
+    module = FunctionalModule(wait, annotations=ModuleAnnotations(requires_approval=True))
+    async with wired({"wait": module}, task_after=0) as wire:
+        asked = await wire.call("wait")
+        assert list(asked["inputRequests"]) == ["approval"]
+        yes = {"approval": {"action": "accept", "content": {"approve": True}}}
+        handle = await wire.call("wait", requestState=asked["requestState"], inputResponses=yes)
+        assert handle["resultType"] == "task"
+        go_on.set()
+        await wire.until(handle["taskId"], "completed")
+
+
 async def test_approval_is_asked_before_there_is_a_task_and_inside_it_for_what_it_calls() -> None:
     runs: list[dict[str, Any]] = []
     annotations = ModuleAnnotations(requires_approval=True, extra={"mcp_async": True})
@@ -509,11 +527,11 @@ async def wait(inputs, context):
     finally:
         print("wait was ended", file=sys.stderr)
 
-serve(registry, task_after=0)
+serve(registry, task_after=0, shutdown_seconds=2.0)
 """
 
 
-@pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 3)), ("wait", (4, 8))])
+@pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 1.9)), ("wait", (1.9, 8))])
 def test_the_end_of_the_server_ends_its_tasks_and_waits_for_none_that_waits(
     tool: str, limits: tuple[float, float]
 ) -> None:
