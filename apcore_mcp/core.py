@@ -228,7 +228,8 @@ _ALLOWED_HOSTS_HELP = "Host headers accepted beside addresses, localhost and --h
 _TIMEOUT_HELP = "seconds a call may take, 0 for no limit; without it apcore's 30 a module and 60 a call"
 _TASK_AFTER_HELP = "seconds until a call goes on as a task; without a number, only those of modules marked as long do"
 _EXPLORER_HELP = "serve the Tool Explorer, a page to look at the tools (HTTP transports)"
-_EXPLORER_PREFIX = re.compile(r"(?!/(mcp|sse|messages|health|ready|metrics)(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
+_ROUTES = ("mcp", "sse", "messages", "health", "ready", "metrics")  # the first parts of paths that have an owner
+_EXPLORER_PREFIX = re.compile(rf"(?!/({'|'.join(_ROUTES)})(/|$)|.*/\.\.?(/|$))(/[\w.~-]+)+")
 
 
 _TRANSPORTS = ("stdio", "streamable-http", "sse")
@@ -304,7 +305,7 @@ class _Options:
         """The path without a slash at its end."""
         path = prefix.rstrip("/")
         if not _EXPLORER_PREFIX.fullmatch(path):
-            allowed = "a path such as '/explorer', and none of /mcp, /sse, /messages, /health, /ready, /metrics"
+            allowed = f"a path such as '/explorer', and none of {', '.join(f'/{name}' for name in _ROUTES)}"
             raise ValueError(f"explorer_prefix must be {allowed}; got {path!r}")
         return path
 
@@ -620,11 +621,12 @@ class _SchemaConverter:
     The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says.
     ValueError for a schema that the metaschema refuses, for one that refers to itself or has references inside
     references more than 32 deep, and for a result of more than 50,000 schemas; KeyError for a reference to nothing.
-    `pydantic_type` is the type that pydantic wrote the schema of and checks values by, if it did. The titles that it
-    makes of the names of fields and classes say nothing and are left out; an author's own are kept."""
+    `is_pydantics` says that pydantic wrote the schema, of a class called `class_name`, and checks values by it. The
+    titles that it makes of the names of fields and classes say nothing and are left out; an author's own are kept."""
 
-    def __init__(self, pydantic_type: Any = None) -> None:
-        self._pydantic_type = pydantic_type
+    def __init__(self, *, is_pydantics: bool = False, class_name: str = "") -> None:
+        self._is_pydantics = is_pydantics
+        self._class_name = class_name
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
@@ -632,7 +634,7 @@ class _SchemaConverter:
         self._targets: dict[tuple[int, int], tuple[JSONSchema, int]] = {}  # written out, with their nodes
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         inlined = self._visit(schema, resolver, ["#"])
-        self._drop_class_name(inlined, getattr(self._pydantic_type, "__name__", ""))
+        self._drop_class_name(inlined, self._class_name)
         return inlined
 
     def _visit(self, node: Any, resolver: Any, opened: list[str]) -> JSONSchema:
@@ -642,7 +644,7 @@ class _SchemaConverter:
             return {} if node else {"not": {}}
         self._count(1)
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        if self._pydantic_type is not None and ("pattern" in result or "patternProperties" in result):
+        if self._is_pydantics and ("pattern" in result or "patternProperties" in result):
             result = _with_readable_patterns(result)
         _METASCHEMA.validate_python(result, strict=True)
         result = _map_subschemas(result, lambda inner: self._visit(inner, resolver, opened))
@@ -653,7 +655,7 @@ class _SchemaConverter:
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
-        if self._pydantic_type is not None:
+        if self._is_pydantics:
             for name, field in _properties(result).items():
                 if field.get("title") == _PYDANTIC_NAMES.get_title_from_name(name):
                     del field["title"]
@@ -688,7 +690,7 @@ class _SchemaConverter:
     def _drop_class_name(self, schema: JSONSchema, name: str) -> None:
         """Delete the title of a class's schema where it is the class's name, which is all of `name` or, where two
         classes have the same, a part of it: `shop__models__Order__1`."""
-        if self._pydantic_type is not None and "title" in schema:
+        if self._is_pydantics and "title" in schema:
             title = _PYDANTIC_NAMES.normalize_name(schema["title"])
             if f"__{title}__" in f"__{_PYDANTIC_NAMES.normalize_name(name)}__":
                 del schema["title"]
@@ -799,10 +801,16 @@ def _representations(source: Any, schema: JSONSchema) -> list[JSONSchema]:
     return [schema, serialized, schema_of(mode="serialization", by_alias=False), schema_of(by_alias=False)]
 
 
+def _converter_of(pydantic_type: Any) -> _SchemaConverter:
+    """The converter for a schema that pydantic wrote of `pydantic_type`, or of a dict schema (None)."""
+    is_pydantics = pydantic_type is not None
+    return _SchemaConverter(is_pydantics=is_pydantics, class_name=getattr(pydantic_type, "__name__", ""))
+
+
 def _input_schema(schema: JSONSchema, pydantic_type: Any = None) -> JSONSchema:
     """A module's arguments as a self-contained object schema (FR-SCHEMA-001, -003, -004, -006): `{}` becomes
     `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
-    inlined = _SchemaConverter(pydantic_type).inline(schema) or {"properties": {}}
+    inlined = _converter_of(pydantic_type).inline(schema) or {"properties": {}}
     if not _admits_object(inlined):
         raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
     return {**inlined, "type": "object"}
@@ -938,7 +946,7 @@ def _redact(value: Any, *marks: JSONSchema, forms: Sequence[JSONSchema] | None =
 def _inlined_or_marked(schema: JSONSchema) -> JSONSchema:
     """`schema` without references; where that cannot be, as it refers to itself, one that marks the whole."""
     try:  # as a model's: a pattern that Python cannot compile hides nothing
-        return _SchemaConverter(BaseModel).inline(schema)
+        return _SchemaConverter(is_pydantics=True).inline(schema)
     except (ValueError, KeyError):
         return {"x-sensitive": True}
 
@@ -1080,7 +1088,7 @@ class _AnnotationMapper:
         self._version = descriptor.version
         self.tags = _tags_of(descriptor, module)
         self.annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
-        self.title = {"title": descriptor.name} if descriptor.name else {}
+        self.title = descriptor.name or ""
         metadata = descriptor.metadata
         overlay: JSONObject = {}
         with suppress(KeyError, TypeError):  # apcore does not check what `display` holds
@@ -1113,7 +1121,10 @@ class _AnnotationMapper:
         if self.page:
             meta["ui"] = {"resourceUri": self.page_uri}
         meta.update(self._own_meta())
-        return {**self.title, "description": self.description, "annotations": {**self.title, **hints}, "_meta": meta}
+        definition: JSONObject = {"description": self.description, "annotations": hints, "_meta": meta}
+        if not self.title:
+            return definition
+        return {"title": self.title, **definition, "annotations": {"title": self.title, **hints}}
 
     def _own_meta(self) -> JSONObject:
         """The `meta` of the overlay, without names that are others' and what JSON cannot say, which are a WARNING."""
@@ -1189,7 +1200,7 @@ class _Tool:
         """The schemas of each form that results may have; none where one refers to itself (FR-SCHEMA-005)."""
         schemas = _representations(source, self.descriptor.output_schema)
         try:
-            return [_SchemaConverter(_pydantic_type(source)).inline(schema) for schema in schemas]
+            return [_converter_of(_pydantic_type(source)).inline(schema) for schema in schemas]
         except _Unconvertible as error:
             if any(map(_marks_sensitive, schemas)):
                 raise
@@ -2658,7 +2669,7 @@ class _Keywords:
 
 def _keywords_of(tool: _Tool) -> _Keywords:
     names = [word for name in {tool.module_id, tool.name} for word in _words(name)]
-    texts = [*tool.about.title.values(), tool.about.description, *tool.about.tags]
+    texts = [tool.about.title, tool.about.description, *tool.about.tags]
     for schema in _subschemas(tool.input_schema):
         texts += _properties(schema)
         texts.append(schema.get("description", ""))

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Identity, ModuleError
-from conftest import FunctionalModule, RawClient, connect, echo, free_port, registry_of, serving
+from conftest import FunctionalModule, RawClient, connect, echo, free_port, program, registry_of, serving
 from support import SECRET_TEXT, client_of, run
 
 from apcore_mcp import __version__, run_openai_call
@@ -311,3 +311,56 @@ async def test_codes_that_an_author_makes_up_without_end_are_counted_together() 
     outcomes = [name for name in told if name.startswith("apcore_mcp_calls_total")]
     assert len(outcomes) <= 102
     assert told['apcore_mcp_calls_total{outcome="other"}'] == 20
+
+
+# ---- OpenTelemetry ----
+
+TRACED = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+MARKED = {"type": "object", "properties": {"pin": {"type": "string", "x-sensitive": True}}}
+
+@functools.partial(tool, input_schema=MARKED)
+def sync(inputs, context):
+    with trace.get_tracer("shop").start_as_current_span("sync"):
+        return {"trace": context.trace_id}
+
+@functools.partial(tool, input_schema=MARKED)
+async def later(inputs, context):
+    with trace.get_tracer("shop").start_as_current_span("later"):
+        raise LookupError(inputs["pin"])
+
+@tool
+def spans(inputs, context):
+    return {"spans": [json.loads(span.to_json()) for span in exporter.get_finished_spans()]}
+
+serve(registry)
+"""
+
+
+def test_a_modules_own_span_is_inside_the_sdks_which_is_inside_the_clients() -> None:
+    """Without this package doing anything: the context variables of a call reach its module, in threads too."""
+    pytest.importorskip("opentelemetry.sdk")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    with RawClient(program("import functools\n" + TRACED)) as client:
+        client.initialize()
+        for name in ("t.sync", "t.later"):
+            answer = client.request("tools/call", {"name": name, "arguments": {"pin": SECRET_TEXT}, "_meta": meta})
+        told = client.request("tools/call", {"name": "t.spans", "arguments": {}})["result"]["content"][0]["text"]
+        assert answer["result"]["isError"]
+    spans = {span["name"]: span for span in json.loads(told)["spans"]}
+    by_id = {span["context"]["span_id"]: span for span in spans.values()}
+    for name in ("sync", "later"):
+        assert spans[name]["context"]["trace_id"] == f"0x{trace}"
+        assert by_id[spans[name]["parent_id"]]["name"] == f"tools/call t.{name}"
+    own = spans.pop("later")  # what a module's own span says of its own exception is the module's affair
+    assert SECRET_TEXT in json.dumps(own)
+    assert SECRET_TEXT not in json.dumps([*spans.values()])
