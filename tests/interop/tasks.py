@@ -16,7 +16,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from .agents import AGENTS
@@ -72,12 +72,16 @@ class _Terminal:
         self._terminal = terminal
         self._written = b""
 
-    def wait(self, pattern: str, seconds: float = 30) -> None:
+    def wait(self, pattern: str) -> None:
         """Wait until the text on the screen matches. A program that draws what has changed leaves out blanks."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, self._text()):
+        self.until(lambda: re.search(pattern, self._text()) is not None, f"{pattern!r} on the screen")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition, and read what is written meanwhile, or the program would wait, too."""
+        deadline = time.monotonic() + 30
+        while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {pattern!r} on the screen: {self._text()[-100:]}")
+                raise TimeoutError(f"no {what}: {self._text()[-100:]}")
             if select.select([self._terminal], [], [], 0.2)[0]:
                 self._written += os.read(self._terminal, 65_536)
 
@@ -110,17 +114,18 @@ def _in_terminal(command: list[str], environment: Mapping[str, str], cwd: Path) 
 
 
 SCRIPT: list[Call] = [("report_erase", {"name": "May"}), ("report_rename", {}), ("report_publish", {})]
-DOWN, ENTER = "\x1b[B", "\r"
+DOWN, ENTER, ESCAPE = "\x1b[B", "\r", "\x1b"
 
 
 def _terminal() -> list[str]:
-    """The line of Claude Code in a terminal: its user approves, fills in two forms, and goes on meanwhile."""
+    """The line of Claude Code in a terminal: its user approves, fills in two forms, goes on meanwhile, looks at a task
+    and stops it."""
     (agent,) = [agent for agent in AGENTS if agent.name == "Claude Code"]
     label = f"{TERMINAL} ({install_node(agent.package)})"
     with (
         serving([*STARTED, "{port}"]) as url,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        scripted(SCRIPT) as model,
+        scripted([*SCRIPT]) as model,
     ):
         home = Path(folder).resolve()
         environment, _ = agent.prepare(home, model, url)
@@ -149,19 +154,29 @@ def _terminal() -> list[str]:
             terminal.press("Good news", DOWN, ENTER)
             terminal.wait("completed")
             terminal.wait("Done")
+            model.script.append(("report_compile", {"pages": 100}))
+            terminal.press("Compile it.", ENTER)
+            terminal.wait("1MCPtaskstillrunning")
+            terminal.press(DOWN, ENTER)
+            terminal.wait(r"\d/100Compiling")
+            terminal.press("x")
+            terminal.wait("Notaskscurrentlyrunning")
+            model.script.append(("report_cancelled", {}))
+            terminal.press(ESCAPE, "What was stopped?", ENTER)
+            terminal.until(lambda: len(model.results()) == len(model.script), "result of the last call")
         results = [json.dumps(result) for result in model.results()]
         turns = [json.dumps(request["messages"]) for request in model.requests if "messages" in request]
-    approved, renamed, task, *_ = [*results, *["no result"] * 3]
+    approved, renamed, task, _, cancelled, *_ = [*results, *["no result"] * 5]
     notified = [turn for turn in turns if "task-notification" in turn]
     goes_on = any("And then?" in turn and "task-notification" not in turn for turn in turns)
     published = any("published as Good news" in turn for turn in notified)
     return [
         label,
         _yes("server-side task" in task, task),
-        "-",
+        "yes",  # or it would not have come so far
         _yes(published, (notified or [task])[-1][-150:]),
         _yes(published, (notified or [task])[-1][-150:]),
-        "-",
+        _yes("report.compile" in cancelled, cancelled),
         _yes(goes_on, "no turn before its result"),
         _yes("erased May" in approved, approved),
         _yes("renamed to News" in renamed, renamed),

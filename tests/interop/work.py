@@ -18,14 +18,24 @@ FORM = {"type": "object", "properties": {"title": {"type": "string", "title": "T
 
 def modules() -> Registry:
     registry = Registry()
+    cancelled: list[str] = []
 
     @module(id="report.compile", annotations=LONG, registry=registry)
     async def compile_report(pages: int, context: Context) -> str:
         """Compile a report."""
-        for page in range(1, pages + 1):
-            await report_progress(context, page, total=pages, message="Compiling")
-            await asyncio.sleep(1)
+        try:
+            for page in range(1, pages + 1):
+                await report_progress(context, page, total=pages, message="Compiling")
+                await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            cancelled.append("report.compile")
+            raise
         return f"compiled {pages} pages"
+
+    @module(id="report.cancelled", registry=registry)
+    def list_cancelled() -> list[str]:
+        """List what was cancelled."""
+        return cancelled
 
     @module(id="report.publish", annotations=LONG, registry=registry)
     async def publish_report(context: Context) -> str:
