@@ -551,6 +551,7 @@ def test_the_end_of_the_server_ends_its_tasks_and_waits_for_none_that_waits(
 # ---- How much is kept ----
 
 
+@pytest.mark.once
 async def test_of_more_than_a_thousand_tasks_the_last_simply_waits_and_told_results_make_room() -> None:
     go_on = asyncio.Event()
 
