@@ -218,7 +218,9 @@ async def test_two_hundred_registrations_at_once_are_announced_as_one(mode: str)
 
 async def test_a_client_that_does_not_read_its_stream_holds_nobody_up() -> None:
     registry = registry_of({"big": lambda inputs, context: {"text": "x" * 8_000_000}})
-    with serving(registry, transport="sse") as url, contextlib.closing(await asyncio.to_thread(clog, url)):
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(registry, transport="sse", max_result=0))
+        stack.enter_context(contextlib.closing(await asyncio.to_thread(clog, url)))
         async with followed(None, HANDSHAKE, transport="sse", url=url) as (client, changes), asyncio.timeout(20):
             for number in range(5):
                 registry.register(f"m{number}", FunctionalModule(echo))

@@ -131,7 +131,7 @@ def registry() -> Registry:
 
 @pytest.fixture(scope="module")
 def url(registry: Registry) -> Iterator[str]:
-    with serving(registry, explorer=True, allow_execute=True) as base:
+    with serving(registry, explorer=True, allow_execute=True, approval="off") as base:
         yield base
 
 

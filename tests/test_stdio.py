@@ -96,7 +96,7 @@ async def deaf(inputs, context):
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
 shutdown = {"shutdown_seconds": float(text) for text in sys.argv[1:]}
-serve(registry, transport="STDIO", host="", port=0, on_shutdown=lambda: tell("stopping"), **shutdown)
+serve(registry, transport="STDIO", host="", port=0, max_result=0, on_shutdown=lambda: tell("stopping"), **shutdown)
 print("noise-after")
 """
 

@@ -202,6 +202,9 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
     assert ran - before == 2 * len(POSTS)
     with server.losing_nothing():
         for name, tricks in TRICKS.items():
-            told = {route: knock(server, route, tricks) for route in (POSTS if "type" in name else POSTS + GETS)}
+            routes = POSTS if "type" in name else POSTS + GETS
+            if "Host" in tricks:  # a probe may come under any name
+                routes = [route for route in routes if route != "GET /health"]
+            told = {route: knock(server, route, tricks) for route in routes}
             assert all(status == 0 or 400 <= status < 500 for status in told.values()), (name, told)
     assert server.ask("t.census")["ran"] == ran + 1  # by who has lost nothing

@@ -60,7 +60,7 @@ def test_the_opening_is_answered_as_it_expects(capabilities: str) -> None:
 def test_every_tool_can_be_called_under_either_spelling() -> None:
     registry = discover(str(EXTENSIONS))
     numbers = itertools.count(5)
-    with RawClient(command()) as client:
+    with RawClient(command("--approval", "off")) as client:
         shown = [tool["name"] for tool in opened(client)[1]["result"]["tools"]]
         assert [module_id.replace(".", "-") for module_id in sorted(registry.list())] == shown
         for module_id in registry.list():
