@@ -3939,6 +3939,9 @@ def _watched(work: Coroutine[Any, Any, T], context: Context[Any], call: _Call) -
                 logger.warning(message, context.call_chain[-1], seconds)
         try:
             value = yield awaited
+        except GeneratorExit:  # nobody waits for it any longer, and the loop has ended
+            work.close()
+            raise
         except BaseException as thrown:  # a cancellation, and what was awaited has raised
             error = thrown
 
