@@ -970,6 +970,26 @@ def _marks_of_class(cls: type) -> JSONSchema:
     return marks
 
 
+class _Dump(dict[str, Any]):
+    """The dict of a model that a module has returned, with the marks of the model: apcore takes dicts alone, and
+    another module may pass this one on."""
+
+    marks: JSONSchema
+
+
+def _dumped(model: BaseModel) -> Any:
+    """A model as apcore takes outputs: its dict, which still says what is marked. One without a dict stays a model."""
+    output = model.model_dump()
+    if not isinstance(output, dict):
+        return model
+    marks = _marks_in(model)
+    if not marks:
+        return output
+    dump = _Dump(output)
+    dump.marks = marks
+    return dump
+
+
 def _marks_in(value: Any) -> JSONSchema:
     """The marks of the models in an output, each where it stands, as `_redact` takes them: of `[1, Model()]`
     `{"prefixItems": [{}, {"properties": ...}]}`, and `{}` where no model in it marks anything."""
@@ -978,7 +998,8 @@ def _marks_in(value: Any) -> JSONSchema:
     if isinstance(value, dict):
         parts = {key: _marks_in(item) for key, item in value.items()}
         marked = {_key_text(key): marks for key, marks in parts.items() if marks}
-        return {"properties": marked} if marked else {}
+        own_marks = [value.marks] if isinstance(value, _Dump) else []
+        return _any_of([*own_marks, {"properties": marked} if marked else {}])
     if isinstance(value, list | tuple | set | frozenset | deque):
         items = [*map(_marks_in, value)]
         return {"prefixItems": items} if any(items) else {}
@@ -1001,6 +1022,11 @@ def _marks_in_fields(model: Any, aliases: Mapping[str, str | None], fields: JSON
             parts[name] = parts[aliases.get(name) or name] = part
     if parts:
         marks.append(parts["root"] if isinstance(model, RootModel) else {"properties": parts})
+    return _any_of(marks)
+
+
+def _any_of(marks: Iterable[JSONSchema]) -> JSONSchema:
+    """What hides whatever one of `marks` hides."""
     found = [*filter(None, marks)]
     return {"anyOf": found} if found else {}
 
@@ -3253,7 +3279,7 @@ class _Call:
         self.kept: _Kept | None = None  # while no request waits for it
         self.is_refused = False  # whether it was ended as too many wait
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
-        self.marks: list[JSONSchema] = []  # of models that its module has returned, where the output is their dicts
+        self.marks: list[JSONSchema] = []  # of models that its module has returned
         self.has_marks = False  # whether a module that took part has returned a model that marks something
         self.token = CancelToken()
         self.task: asyncio.Task[None] | None = None  # while it runs
@@ -3789,11 +3815,26 @@ class _Signature:
     It holds names alone: a type, a default or the function itself would keep the module that it is kept for."""
 
     def __init__(self, module: FunctionModule) -> None:
-        fields = module.input_schema.model_fields
         self.contexts: list[str] = []  # the parameters that are given the call's Context
         self.positional_only: list[str] = []
         self.filled: list[str] = []  # those whose default is in the model: `limit: int = Field(10, le=50)`
+        self.sent_as: dict[str, str] = {}  # of the parameters that do not take what was sent as it is: its name there
+        self.reads_others = False  # whether `**kwargs` do not
+        if _is_apcores(module.input_schema):
+            self._read_hints(module)
+        else:
+            with suppress(NameError):  # as apcore looks for it
+                hints = get_type_hints(_function_of(module), include_extras=True)
+                self.contexts = [name for name, hint in hints.items() if hint is Context and name != "return"]
+        self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
+        # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
+        self.keeps_models = self.is_wrapped and not _has_marks(module, "output_schema")
+
+    def _read_hints(self, module: FunctionModule) -> None:
+        """What a model that apcore has made of the hints says. Another schema says nothing of the types that the
+        function takes, and it is given what was sent."""
         function = _function_of(module)
+        fields = module.input_schema.model_fields
         for name, parameter in inspect.signature(function).parameters.items():
             if name in ("self", "cls") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
@@ -3803,15 +3844,11 @@ class _Signature:
                 self.positional_only.append(name)
             if isinstance(parameter.default, FieldInfo):
                 self.filled.append(name)
-        self.sent_as: dict[str, str] = {}  # of the parameters that do not take what was sent as it is: its name there
         for name, field in fields.items():
             alias = field.validation_alias
             if alias is not None or field.metadata or name in self.filled or not _is_as_sent(field.annotation):
                 self.sent_as[name] = alias if isinstance(alias, str) else name
         self.reads_others = _type_of_others(function) is not None  # apcore's model knows no type of `**kwargs`
-        self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
-        # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
-        self.keeps_models = self.is_wrapped and not _has_marks(module, "output_schema")
 
 
 _SIGNATURES = weakref.WeakKeyDictionary[FunctionModule, _Signature]()
@@ -3884,7 +3921,7 @@ class _Function:
     def output(self, result: Any) -> JSONObject:
         """What the function returned, in the form that apcore has promised."""
         if isinstance(result, BaseModel) and not self._signature.keeps_models:
-            result = result.model_dump()
+            result = _dumped(result)
         if self._signature.is_wrapped:
             return {"result": result}
         if result is None:
@@ -3895,17 +3932,17 @@ class _Function:
 def _as_output(result: Any) -> Any:
     """What a class returned, as apcore takes outputs: the dict of a model, the list of an array."""
     if isinstance(result, BaseModel):
-        return result.model_dump()
+        return _dumped(result)
     return result.tolist() if hasattr(result, "tolist") else result
 
 
 def _execute_of(module: Any) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """What runs a module in the calls of a server, and what makes an output of what it has returned.
 
-    Only a function whose schema apcore has made of its hints, and whose `execute` is apcore's, is run by its hints:
-    another schema says nothing of the types that it takes."""
+    A function is run here, and not by the `execute` that apcore has made of it, which dumps a model and with it what
+    is marked."""
     execute: Callable[..., Any] = module.execute
-    if not isinstance(module, FunctionModule) or not _is_apcores(execute) or not _is_apcores(module.input_schema):
+    if not isinstance(module, FunctionModule) or not _is_apcores(execute):
         return execute, _as_output
     function = _Function(module)
     return function.run_async if inspect.iscoroutinefunction(execute) else function.run, function.output
@@ -3952,7 +3989,6 @@ class _RunningModule(_ModuleView):
     def __init__(self, module: Any, is_streamed: bool) -> None:
         super().__init__(module)
         self.marks: JSONSchema = {}  # of the models that it has returned
-        self.is_dumped = False  # whether it has returned a model, of which the output is a dict
         self._task: asyncio.Task[Any] | None = None
         if is_streamed and isinstance(module, StreamingModule):
             self.stream = module.stream  # from Python 3.12 on, a protocol looks past `__getattr__`
@@ -3968,24 +4004,20 @@ class _RunningModule(_ModuleView):
             if inspect.iscoroutinefunction(execute):
                 work = execute(inputs, context)
                 result = await (work if call is None or has_sync_caller else _watched(work, context, call))
-                return self._output(result, as_output)
+                return self._marked(as_output(result))
             # Not in the loop's pool: a host's may have six threads, and apcore needs one for the hooks of middleware.
             threads = _threads().of_inner_modules if has_sync_caller else _threads().of_modules
-            return self._output(await loop.run_in_executor(threads, execute, inputs, context), as_output)
+            return self._marked(as_output(await loop.run_in_executor(threads, execute, inputs, context)))
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:
             self._task = None
 
-    def _output(self, result: Any, as_output: Callable[[Any], Any]) -> Any:
-        """The output of a module that has returned `result`: a model's marks are known as long as it is no dict."""
-        output = as_output(result)
-        if not _is_plain(result):
+    def _marked(self, output: Any) -> Any:
+        """`output`, of which it is known then what the models in it mark."""
+        if not _is_plain(output):
             with suppress(RecursionError):  # nothing that holds itself is sent
-                self.marks = _marks_in(result)
-        self.is_dumped = isinstance(result, BaseModel) and isinstance(output, dict)
-        if self.is_dumped and self.marks and output.keys() == {"result"} - dict(result).keys():
-            self.marks = {"properties": {"result": self.marks}}
+                self.marks = _marks_in(output)
         return output
 
     def end(self) -> None:
@@ -4190,8 +4222,11 @@ class _Execution(_ModuleStep):
             raise
         if call is not None and running.marks:
             call.has_marks = True
-            if _begins(call, ctx.context) and running.is_dumped:
-                call.marks = [running.marks]
+            if _begins(call, ctx.context):
+                call.marks = [running.marks]  # middleware may copy the output, and lose them
+        if ctx.output is not None and not isinstance(ctx.output, Mapping):  # apcore would fail, and not say why
+            fault = _fault([], "type", f"a module returns a dict or a model, not a {type(ctx.output).__name__}")
+            raise _RefusedOutput(f"Output validation failed: {fault['message']}", [fault])
         deadline = ctx.context.global_deadline
         if ctx.output_stream is not None and deadline is not None:
             ctx.output_stream = _until(deadline, ctx.output_stream, ctx.context)

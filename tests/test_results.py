@@ -17,7 +17,7 @@ import pytest
 from apcore import Executor, Middleware
 from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field, RootModel, computed_field
 from support import (
     REDACTED,
     Size,
@@ -498,6 +498,18 @@ async def test_with_a_dict_schema_dates_decimals_and_tuples_are_their_json_and_h
     assert lines_of(report, "Output validation failed (the tool has run):") == [
         ("pair.0", "Value is not valid", "type")
     ]
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "array"}, Bill], ids=["any", "array", "model"])
+async def test_a_bare_list_is_refused_and_the_log_says_what_a_module_returns(
+    schema: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for output in ([1], Array([1]), RootModel[list[int]]([1])):
+        async with connect({"a.list": gives(output, output_schema=schema)}) as client:
+            report = failure(await client.call_tool("a.list", {}))
+        title = "Output validation failed (the tool has run):"
+        assert lines_of(report, title) == [("(root)", "Value is not valid", "type")]
+        assert "a module returns a dict or a model, not a" in errors_logged(caplog)[-1].getMessage()
 
 
 # ---- The size of a result ----

@@ -14,7 +14,7 @@ from datetime import date
 from typing import Any, NoReturn
 
 import pytest
-from apcore import ACL, Config, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
 from apcore.approval import AlwaysDenyHandler
 from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
@@ -653,6 +653,33 @@ async def test_a_model_in_a_container_is_redacted_by_its_own_marks_at_every_door
     assert SECRET_TEXT not in await run_openai_call(registry, "an-any", {})
     async with connect(registry, redact_output=False) as client:
         assert SECRET_TEXT in (await client.call_tool("an.any", {})).model_dump_json(by_alias=True)
+
+
+async def test_a_model_keeps_its_marks_through_a_binding_with_schemas_and_where_another_module_passes_it_on() -> None:
+    """And middleware may copy what the module gave."""
+
+    class Copying(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            return {**output}
+
+    def bound(count: int, context: Context) -> Any:
+        assert (count, context.call_chain[-1]) == (1, "a.binding")
+        return PATIENT
+
+    counting = {"type": "object", "properties": {"count": {"type": "integer"}}}
+    registry = registry_of({"a.class": gives(PATIENT), "a.caller": calls("a.class")})
+    module = FunctionModule(bound, "a.binding")
+    vars(module).update(input_schema=counting, output_schema={"type": "object"})  # as of a binding file
+    registry.register("a.binding", module)
+    registry.register("a.caller_of_it", FunctionalModule(calls("a.binding", count=1)))
+    copying = Executor(registry, middlewares=[Copying()])  # what a caller passes on is a copy then
+    direct = ("a.class", "a.binding")
+    for executor, names in ((Executor(registry), (*direct, "a.caller", "a.caller_of_it")), (copying, direct)):
+        async with connect(executor) as client:
+            for name in names:
+                result = await client.call_tool(name, {"count": 1})
+                text = result.model_dump_json(by_alias=True)
+                assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
 
 
 async def test_an_error_beside_a_model_that_marks_something_is_not_quoted_in_the_log(
