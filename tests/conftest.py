@@ -28,6 +28,7 @@ import uvicorn
 from apcore import Executor, Registry
 from mcp import StdioServerParameters
 from mcp.client import Client
+from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 
 from apcore_mcp import MCPServer
@@ -136,6 +137,18 @@ async def hosting(app: Any) -> AsyncIterator[str]:
             await running
 
 
+def client_of(server: Any, mode: str = MODERN, **options: Any) -> Client:
+    """The SDK's client, which caches nothing and waits for no answer longer than 30 s.
+
+    `server` is the base URL of one over streamable HTTP, an endpoint (`.../mcp`, `.../sse`), or a transport of the SDK.
+    """
+    if isinstance(server, str) and server.endswith("/sse"):
+        server = sse_client(server)
+    elif isinstance(server, str) and not server.endswith("/mcp"):
+        server = f"{server}/mcp"
+    return Client(server, mode=mode, cache=None, read_timeout_seconds=30, **options)
+
+
 @contextlib.asynccontextmanager
 async def connect(
     modules: Any, *, mode: str = MODERN, client: dict[str, Any] | None = None, **options: Any
@@ -143,7 +156,7 @@ async def connect(
     """The SDK's client, made with the arguments `client`, over streamable HTTP to a server of `modules`."""
     source = modules if isinstance(modules, Registry | Executor) else registry_of(modules)
     with serving(source, **options) as url:
-        async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30, **(client or {})) as connected:
+        async with client_of(url, mode, **(client or {})) as connected:
             yield connected
 
 

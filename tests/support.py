@@ -27,10 +27,21 @@ import mcp_types as types
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
-from conftest import HANDSHAKE, MODERN, ROOT, FunctionalModule, connect, echo, program, registry_of, serving, stdio
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    FunctionalModule,
+    client_of,
+    connect,
+    echo,
+    program,
+    registry_of,
+    serving,
+    stdio,
+)
 from jsonschema import Draft202012Validator
 from mcp.client import Client
-from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult
@@ -103,12 +114,6 @@ SECRET_TEXT = "S3CR3T"
 """Part of every secret text below, so that no form of it, quoted or escaped, goes unseen."""
 REPORTED = {"status", "error_type", "error_message", "error_details", "retryable", "user_fixable"}
 REPORTED |= {"ai_guidance", "suggestion"}
-
-
-@contextlib.asynccontextmanager
-async def client_of(url: str, mode: str = MODERN) -> AsyncIterator[Client]:
-    async with Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30) as client:
-        yield client
 
 
 def failure(result: CallToolResult, text: str | None = None) -> dict[str, Any]:
@@ -318,12 +323,12 @@ async def followed(
         if transport == "stdio":
             server = stdio(STAGE_ON_STDIO, **ENVIRONMENT)
         elif transport == "sse":
-            server = sse_client(f"{url}/sse")
+            server = f"{url}/sse"
         else:
             http = httpx2.AsyncClient(event_hooks={"response": [note_stream]}, timeout=30)
             await stack.enter_async_context(http)
             server = streamable_http_client(f"{url}/mcp", http_client=http)
-        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=handle)
+        client = client_of(server, mode, message_handler=handle)
         await stack.enter_async_context(client)
         if mode != HANDSHAKE:
             subscription = await stack.enter_async_context(client.listen(tools_list_changed=True))

@@ -27,7 +27,7 @@ from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ApprovalDeniedError, SchemaValidationError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, hosting, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, hosting, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
@@ -37,20 +37,7 @@ from pydantic.dataclasses import dataclass
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import (
-    DENIED,
-    REDACTED,
-    UNASKED,
-    Wire,
-    accept,
-    ask,
-    asking,
-    client_of,
-    guarded,
-    messages_logged,
-    modern,
-    text_of,
-)
+from support import DENIED, REDACTED, UNASKED, Wire, accept, ask, asking, guarded, messages_logged, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
 
@@ -105,7 +92,7 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
             ran.clear()
             caplog.clear()
             arguments, asked = asking(EVERYONE[user])
-            async with Client(f"{url}/mcp", mode=mode, cache=None, **arguments) as client:
+            async with client_of(url, mode, **arguments) as client:
                 outcome = await outcome_of(client, "wipe", {"disk": "a"})
             assert len(asked) == happens.startswith("asked")
             assert ran == ([{"disk": "a"}] if "runs" in happens else [])
@@ -352,10 +339,10 @@ async def test_a_client_that_could_be_asked_is_not_let_through_once_it_says_that
     executor.registry.register("twice", FunctionalModule(twice))
     with serving(executor, approval="auto") as url:
         arguments, _ = asking(APPROVE)
-        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+        async with client_of(url, **arguments) as client:
             question = await client.session.call_tool("twice", allow_input_required=True)
             assert isinstance(question, InputRequiredResult)
-        async with Client(f"{url}/mcp", mode=MODERN, cache=None) as client:
+        async with client_of(url) as client:
             retry: Any = {"request_state": question.request_state, "input_responses": {"which": accept()}}
             with pytest.raises(MCPError):
                 await client.session.call_tool("twice", allow_input_required=True, **retry)
@@ -1033,7 +1020,7 @@ def replica(ran: list[dict[str, Any]], **options: Any) -> contextlib.AbstractCon
 @contextlib.asynccontextmanager
 async def wire_of(url: str, user: Any = APPROVE, mode: str = MODERN) -> AsyncIterator[Wire]:
     arguments, _ = asking(user)
-    async with Client(f"{url}/mcp", mode=mode, cache=None, **arguments) as client, asyncio.timeout(30):
+    async with client_of(url, mode, **arguments) as client, asyncio.timeout(30):
         yield Wire(client)
 
 
@@ -1066,7 +1053,7 @@ async def test_whatever_is_no_yes_is_a_no_for_any_server(user: ElicitResult) -> 
     ran: list[dict[str, Any]] = []
     with replica(ran) as url:
         arguments, asked = asking(user)
-        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+        async with client_of(url, **arguments) as client:
             assert await outcome_of(client, "wipe", {"disk": "a"}) == DENIED
     assert (len(asked), ran) == (1, [])
 
@@ -1149,7 +1136,7 @@ async def test_what_the_module_calls_is_as_for_a_client_that_cannot_ask(approval
     ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
         arguments, asked = asking(APPROVE)
-        async with Client(f"{url}/mcp", mode=MODERN, cache=None, **arguments) as client:
+        async with client_of(url, **arguments) as client:
             for name in ("below", "beside", "alone"):
                 assert await outcome_of(client, name, {"disk": "a"}) == ('{"ran":true}' if runs else UNASKED)
             assert (await client.call_tool("ask")).structured_content == {"answer": None}

@@ -40,6 +40,7 @@ from conftest import (
     Clock,
     FunctionalModule,
     RawClient,
+    client_of,
     connect,
     echo,
     hosting,
@@ -51,7 +52,6 @@ from conftest import (
     with_clock,
 )
 from mcp.client import Client
-from mcp.client.sse import sse_client
 from mcp_types import ElicitResult
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
@@ -65,7 +65,6 @@ from support import (
     accept,
     ask,
     asking,
-    client_of,
     guarded,
     is_set_in_time,
     modern,
@@ -93,8 +92,8 @@ def test_a_question_that_nobody_answers_for_ten_minutes_is_none() -> None:
 
     async def story(clock: Clock) -> None:
         executor = Executor(registry_of({"patient": patient}), config=WITHOUT_LIMIT)
-        options: dict[str, Any] = {"mode": MODERN, "cache": None, **asking(accept())[0]}
-        async with async_serve(executor) as app, hosting(app) as url, Client(f"{url}/mcp", **options) as client:
+        user, _ = asking(accept())
+        async with async_serve(executor) as app, hosting(app) as url, client_of(url, **user) as client:
             _, _, state = await Wire(client).question("patient")
             await clock.put_forward(9 * 60)
             assert told == []
@@ -298,7 +297,7 @@ def test_a_stopping_server_cancels_what_still_runs_after_the_grace_period(caplog
         async with hosting(await server.__aenter__()) as url, contextlib.AsyncExitStack() as stack:
             calls = []
             for mode in (HANDSHAKE, MODERN):
-                client = Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30, **asking(accept())[0])
+                client = client_of(url, mode, **asking(accept())[0])
                 await stack.enter_async_context(client)
                 calls += [await start(client, module_id) for module_id in modules]
             await Wire(client).question("parked")
@@ -1055,9 +1054,9 @@ async def test_questions_are_asked_over_stdio_and_sse_too() -> None:
     on_stdio = program("import conftest, support; serve(conftest.registry_of({'ask': support.ask}))")
     arguments, _ = asking(accept(name="Ada"))
     with serving(registry_of({"ask": ask}), transport="sse") as url:
-        servers: list[Any] = [stdio(on_stdio, **ENVIRONMENT), sse_client(f"{url}/sse")]
+        servers: list[Any] = [stdio(on_stdio, **ENVIRONMENT), f"{url}/sse"]
         for server in servers:
-            async with Client(server, mode=HANDSHAKE, read_timeout_seconds=30, **arguments) as client:
+            async with client_of(server, HANDSHAKE, **arguments) as client:
                 assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
 
 

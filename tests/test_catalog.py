@@ -14,7 +14,7 @@ from typing import Any
 import mcp_types as types
 import pytest
 from apcore import Executor, Registry
-from conftest import HANDSHAKE, FunctionalModule, connect, echo, registry_of, serving
+from conftest import HANDSHAKE, FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp.shared.exceptions import MCPError
 from starlette.testclient import TestClient
@@ -119,7 +119,7 @@ async def test_every_answer_is_right_for_a_moment_of_its_call_while_threads_repl
             for mode in ERAS:
                 listeners.append(await stack.enter_async_context(followed(None, mode, url=url)))
                 for _ in range(2):
-                    client = Client(f"{url}/mcp", mode=mode, cache=None, read_timeout_seconds=30)
+                    client = client_of(url, mode)
                     users.append(await stack.enter_async_context(client))
             await asyncio.gather(*(use(shelf, client, 6) for client in users))
             assert min(shelf.newest.values()) > 20, "too little has changed to prove anything"

@@ -34,12 +34,12 @@ from apcore import ACL, ACLRule, APCore, Config, Executor, InvalidInputError, Mi
 from apcore.observability import MetricsCollector, MetricsMiddleware
 from conftest import (
     HANDSHAKE,
-    MODERN,
     MODULE,
     ROOT,
     Clock,
     FunctionalModule,
     RawClient,
+    client_of,
     command,
     connect,
     echo,
@@ -51,8 +51,6 @@ from conftest import (
     until,
     with_clock,
 )
-from mcp.client import Client
-from mcp.client.sse import sse_client
 from starlette.applications import Starlette
 from starlette.middleware import Middleware as ASGIMiddleware
 from starlette.routing import Mount
@@ -632,7 +630,7 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
     executor = Executor(registry_of({"block": block}), config=Config({"executor": {"default_timeout": 400}}))
     threads = threading.active_count()
     with serving(executor, transport="sse") as url:  # one connection for all answers
-        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(f"{url}/sse", HANDSHAKE) as client:
             results = await asyncio.gather(*(client.session.call_tool("block", {}) for _ in range(300)))
             assert {text_of(result) for result in results} == {"Module timed out after 400ms"}
             running = threading.active_count() - threads
@@ -665,7 +663,7 @@ async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mo
             url = await closing.enter_async_context(hosting(app))
         else:
             url = closing.enter_context(serving(executor, transport="sse"))  # one connection for all answers
-        connecting = Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30)
+        connecting = client_of(f"{url}/sse", HANDSHAKE)
         client = await closing.enter_async_context(connecting)
         calls = [asyncio.create_task(client.session.call_tool("stuck", {})) for _ in range(count)]
         for _ in calls:
@@ -685,7 +683,7 @@ async def test_sync_modules_that_have_taken_all_threads_can_call_others() -> Non
         return context.executor.call("inner", {}, context)
 
     with serving(registry_of({"outer": outer, "inner": echo}), transport="sse") as url:  # one connection for all
-        async with Client(sse_client(f"{url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(f"{url}/sse", HANDSHAKE) as client:
             results = await asyncio.gather(*(client.session.call_tool("outer", {}) for _ in range(256)))
     assert {text_of(result) for result in results} == {"{}"}
 
@@ -952,7 +950,7 @@ async def test_async_serve_may_be_entered_in_one_task_and_left_in_another() -> N
     """As every fixture of pytest-asyncio is."""
     manager = async_serve(registry_of({"echo": echo}))
     app = await asyncio.create_task(manager.__aenter__())
-    async with hosting(app) as url, Client(f"{url}/mcp", cache=None) as client:
+    async with hosting(app) as url, client_of(url) as client:
         assert (await client.call_tool("echo", {"a": 1})).structured_content == {"a": 1}
     await asyncio.create_task(manager.__aexit__(None, None, None))
 
@@ -981,7 +979,7 @@ async def test_apcores_client_is_served_with_its_own_executor_at_every_door() ->
     application.use_before(lambda module_id, inputs, context: seen.append(module_id))
     application.register("from.client", registry_of({"x": echo}).get("x"))
     with serving(application) as url:  # type: ignore[arg-type]
-        async with Client(f"{url}/mcp", mode=MODERN, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(url) as client:
             assert [tool.name for tool in (await client.list_tools()).tools] == ["from.client"]
             assert (await client.call_tool("from.client", {"a": 1})).structured_content == {"a": 1}
     assert seen == ["from.client"]

@@ -28,21 +28,9 @@ from apcore.errors import (
     ModuleTimeoutError,
     SchemaValidationError,
 )
-from conftest import FunctionalModule, connect, echo, registry_of, serving
+from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field
-from support import (
-    SECRETIVE,
-    calls,
-    client_of,
-    errors_logged,
-    everything_logged,
-    failure,
-    gives,
-    lines_of,
-    logged,
-    modern,
-    noting,
-)
+from support import SECRETIVE, calls, errors_logged, everything_logged, failure, gives, lines_of, logged, modern, noting
 
 from apcore_mcp import report_progress
 

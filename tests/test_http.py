@@ -32,6 +32,7 @@ from conftest import (
     MODERN,
     Clock,
     FunctionalModule,
+    client_of,
     connect,
     echo,
     free_port,
@@ -41,8 +42,6 @@ from conftest import (
     serving,
     with_clock,
 )
-from mcp.client import Client
-from mcp.client.sse import sse_client
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
@@ -161,8 +160,7 @@ async def test_sse_works_with_the_official_client_and_says_that_it_is_deprecated
     with serving(registry_of()):
         assert DEPRECATED not in caplog.messages
     with serving(registry_of({"demo.echo": echo}), transport="sse") as url:
-        transport = sse_client(f"{url}/sse")
-        async with Client(transport, mode=HANDSHAKE, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(f"{url}/sse", HANDSHAKE) as client:
             assert client.server_capabilities.tools.list_changed is True
             assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
             assert (await client.call_tool("demo.echo", {"a": 1})).structured_content == {"a": 1}
@@ -186,7 +184,7 @@ async def test_twenty_official_clients_are_served_at_once() -> None:
 
         async def visit(number: int) -> Any:
             era = (HANDSHAKE, MODERN)[number % 2]
-            async with Client(f"{url}/mcp", mode=era, cache=None, read_timeout_seconds=30) as client:
+            async with client_of(url, era) as client:
                 return (await client.call_tool("demo.meet", {"me": number})).structured_content
 
         assert await asyncio.gather(*map(visit, range(20))) == [{"you": number} for number in range(20)]
@@ -740,12 +738,12 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
         if transport == "streamable-http":
-            clients = [Client(endpoint, mode=era, cache=None, read_timeout_seconds=30) for era in (HANDSHAKE, MODERN)]
+            clients = [client_of(server.url, era) for era in (HANDSHAKE, MODERN)]
             with httpx.Client() as opener:
                 _, session = handshake(opener, endpoint)
             stream = await stack.enter_async_context(raw.stream("GET", endpoint, headers=session))
         else:
-            clients = [Client(sse_client(f"{server.url}/sse"), mode=HANDSHAKE, cache=None, read_timeout_seconds=30)]
+            clients = [client_of(f"{server.url}/sse", HANDSHAKE)]
             stream = await stack.enter_async_context(raw.stream("GET", f"{server.url}/sse"))
         assert stream.status_code == 200
         connected = [await stack.enter_async_context(client) for client in clients]
@@ -810,7 +808,7 @@ async def test_neither_calls_nor_clients_without_an_end_hold_the_exit_past_the_g
             raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
             endpoint = f"{server.url}/mcp"
             if transport == "sse":
-                connected = Client(sse_client(f"{server.url}/sse"), mode=HANDSHAKE, cache=None)
+                connected = client_of(f"{server.url}/sse", HANDSHAKE)
                 await stack.enter_async_context(connected)
                 pending: list[Any] = [connected.call_tool(kind, {}) for kind in kinds]
                 stuck = await asyncio.to_thread(clog, server.url, "t.big")

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Identity, ModuleError
-from conftest import FunctionalModule, RawClient, connect, echo, free_port, program, registry_of, serving
-from support import SECRET_TEXT, client_of, run
+from conftest import FunctionalModule, RawClient, client_of, connect, echo, free_port, program, registry_of, serving
+from support import SECRET_TEXT, run
 
 from apcore_mcp import __version__, run_openai_call
 

@@ -18,9 +18,9 @@ from apcore import ModuleAnnotations
 from apcore.errors import ACLDeniedError
 from conftest import (
     HANDSHAKE,
-    MODERN,
     FunctionalModule,
     RawClient,
+    client_of,
     connect,
     echo,
     program,
@@ -28,7 +28,6 @@ from conftest import (
     serving,
 )
 from mcp import MCPError
-from mcp.client import Client
 from mcp_types import CLIENT_CAPABILITIES_META_KEY, ElicitResult, ListRootsResult
 from support import (
     REDACTED,
@@ -470,9 +469,8 @@ async def test_a_client_that_can_no_longer_ask_is_asked_no_more() -> None:
         return {"first": first, "second": await elicit(context, "second", SCHEMA)}
 
     with serving(registry_of({"rounds": rounds})) as url:
-        options: dict[str, Any] = {"mode": MODERN, "cache": None, "read_timeout_seconds": 30}
-        able = Client(f"{url}/mcp", **options, **asking(accept())[0])
-        async with able, Client(f"{url}/mcp", **options) as unable, asyncio.timeout(20):
+        able = client_of(url, **asking(accept())[0])
+        async with able, client_of(url) as unable, asyncio.timeout(20):
             _, _, state = await Wire(able).question("rounds")
             answers = {"name": accept(name="Ada")}
             result = await Wire(unable).call("rounds", request_state=state, input_responses=answers)

@@ -18,9 +18,8 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.context import Identity
-from conftest import HANDSHAKE, MODERN, FunctionalModule, connect, echo, program, registry_of, serving, stdio
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, echo, program, registry_of, serving, stdio
 from mcp.client import Client
-from mcp.client.sse import sse_client
 from mcp_types import CallToolResult
 from pydantic import BaseModel, Field
 from support import (
@@ -93,16 +92,15 @@ async def find(client: Client, query: str) -> list[str]:
 async def test_two_tools_stand_for_all(mode: str, transport: str) -> None:
     if transport == "stdio":
         source = program("@tool\ndef echo(inputs, context): return inputs\nserve(registry, search=True)")
-        async with Client(stdio(source), mode=mode, read_timeout_seconds=30) as client:
+        async with client_of(stdio(source), mode) as client:
             assert await listed(client) == BOTH
             assert await find(client, "echo") == ["t.echo"]
             assert text_of(await client.call_tool("call_tool", {"name": "t.echo", "arguments": {"a": 1}})) == '{"a":1}'
         return
     with serving(registry_of(OFFICE), transport=transport, search=True) as url:
-        server: Any = sse_client(f"{url}/sse") if transport == "sse" else f"{url}/mcp"
         if transport == "sse" and mode == MODERN:
             pytest.skip("SSE is of the handshake versions")
-        async with Client(server, mode=mode, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(f"{url}/sse" if transport == "sse" else url, mode) as client:
             search, call = (await client.list_tools()).tools
             assert [search.name, call.name] == BOTH
             assert (search.input_schema["required"], call.input_schema["required"]) == (["query"], ["name"])

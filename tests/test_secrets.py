@@ -20,7 +20,7 @@ from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
-from conftest import FunctionalModule, connect, echo, registry_of, serving
+from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
 from support import (
     REDACTED,
@@ -28,7 +28,6 @@ from support import (
     SECRETIVE,
     StreamingModule,
     calls,
-    client_of,
     errors_logged,
     everything_logged,
     failure,

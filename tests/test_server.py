@@ -24,6 +24,7 @@ from conftest import (
     ROOT,
     FunctionalModule,
     RawClient,
+    client_of,
     command,
     connect,
     echo,
@@ -32,8 +33,6 @@ from conftest import (
     serving,
     stdio,
 )
-from mcp.client import Client
-from mcp.client.sse import sse_client
 from mcp.server.subscriptions import ResourcesListChanged
 from mcp.shared.exceptions import MCPError
 from mcp_types import ResourceListChangedNotification
@@ -133,7 +132,7 @@ async def test_the_official_client_gets_the_same_answers_everywhere(
 ) -> None:
     """FR-EXEC-007 and the error texts, seen through the SDK's client, which validates what it is sent."""
     target = stdio(command()) if transport == "stdio" else endpoint
-    async with Client(target, mode=client_mode, cache=None, read_timeout_seconds=30) as client:
+    async with client_of(target, client_mode) as client:
         assert client.protocol_version == version
         [tool] = [tool for tool in (await client.list_tools()).tools if tool.name == "units.convert"]
         assert sorted(tool.input_schema["required"]) == ["source", "target", "value"]
@@ -227,7 +226,7 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
     executor = Executor(registry_of(modules), acl=ACL([listed, called], default_effect="deny"))
 
     async def official(url: str) -> None:
-        async with Client(url, mode=MODERN, cache=None, read_timeout_seconds=30) as client:
+        async with client_of(url) as client:
             await client.list_tools()
             assert not (await client.call_tool("demo.search", {"region": "Zürich ", "query": "x"})).is_error
 
@@ -299,8 +298,8 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(serving(registry, transport="sse" if mode == HANDSHAKE else "streamable-http"))
-        server = sse_client(f"{url}/sse") if mode == HANDSHAKE else f"{url}/mcp"
-        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, message_handler=note)
+        server = f"{url}/sse" if mode == HANDSHAKE else url
+        client = client_of(server, mode, message_handler=note)
         await stack.enter_async_context(client)
         if mode == HANDSHAKE:
             assert client.server_capabilities.resources.list_changed is True

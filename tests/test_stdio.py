@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MODERN, MODULE, PROGRAM, ROOT, RawClient, command, program, stdio
-from mcp.client import Client
+from conftest import MODERN, MODULE, PROGRAM, ROOT, RawClient, client_of, command, program, stdio
 from support import call, ended_well, initialize_params, line, message, messages, request, wait_for_stderr
 
 BENCH = """
@@ -183,7 +182,7 @@ def test_a_line_that_is_no_message_is_answered_with_an_error_and_the_connection_
 
 async def test_a_message_may_be_of_any_length(bench: list[str], mode: str) -> None:
     """Who starts a stdio server is trusted; a refusal without an id would leave the official client waiting."""
-    async with Client(stdio(bench), mode=mode, cache=None, read_timeout_seconds=30) as client:
+    async with client_of(stdio(bench), mode) as client:
         for length in (5_000_000, 10_000_000):
             result = await client.call_tool("t.count", {"text": "x" * length})
             assert result.structured_content == {"characters": length}

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from apcore import FunctionModule, ModuleAnnotations, Registry
-from conftest import MODERN, FunctionalModule, connect, echo, registry_of, serving
-from mcp.client import Client
+from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp_types import Implementation
 from support import Size, StreamingModule, gives, listed, messages_logged, one, parsed, success_text
 
@@ -231,7 +230,7 @@ async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none() -> None:
         for spelled, names in clients.items():
             for name in names:
                 who = Implementation(name=name, version="1")
-                async with Client(f"{url}/mcp", mode=MODERN, cache=None, client_info=who) as client:
+                async with client_of(url, client_info=who) as client:
                     assert await listed(client) == [spelled], name
 
 

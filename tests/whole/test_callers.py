@@ -18,9 +18,8 @@ import httpx
 import httpx2
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, hosting, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, hosting, registry_of, serving
 from mcp import MCPError
-from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
@@ -113,7 +112,7 @@ async def signed(
             server: Any = sse_client(f"{url}/sse", httpx_client_factory=http)
         else:
             server = streamable_http_client(f"{url}/mcp", http_client=await stack.enter_async_context(http()))
-        client = Client(server, mode=mode, cache=None, read_timeout_seconds=30, **asking(accept())[0])
+        client = client_of(server, mode, **asking(accept())[0])
         session.client = await stack.enter_async_context(client)
         yield session
 

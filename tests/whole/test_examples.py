@@ -31,6 +31,7 @@ from conftest import (
     MODERN,
     ROOT,
     RawClient,
+    client_of,
     connect,
     echo,
     free_port,
@@ -39,7 +40,6 @@ from conftest import (
     until,
 )
 from mcp import MCPError
-from mcp.client import Client
 from starlette.testclient import TestClient
 from support import answer, modern
 
@@ -322,7 +322,7 @@ async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str
     lost = pytest.raises(MCPError, match="Session not found")
     with contextlib.ExitStack() as old, contextlib.ExitStack() as new:
         url = old.enter_context(serving(registry, **options))
-        async with Client(f"{url}/mcp", mode=mode, read_timeout_seconds=30) as client:
+        async with client_of(url, mode) as client:
             await client.call_tool("t.echo", {})
             old.close()
             new.enter_context(serving(registry, **options))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor
 from apcore.context import Identity
-from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, program, registry_of, stdio
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, echo, program, registry_of, stdio
 from mcp import MCPError
 from mcp.client import Client
 from starlette.middleware import Middleware
@@ -84,7 +84,7 @@ def b(inputs, context): return {}
 staff = ACLRule(["@external"], ["t.b"], "allow", conditions={"roles": ["staff"]})
 serve(Executor(registry, acl=ACL([ACLRule(["@external"], ["t.a"], "allow"), staff], default_effect="deny")))
 """
-    async with asyncio.timeout(30), Client(stdio(program(text)), mode=mode, cache=None) as client:
+    async with asyncio.timeout(30), client_of(stdio(program(text)), mode) as client:
         assert await listed(client) == ["t.a"]
 
 
