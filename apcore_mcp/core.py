@@ -121,7 +121,6 @@ from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
 from jsonschema.validators import extend
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -971,22 +970,21 @@ def _marks_of_class(cls: type) -> JSONSchema:
 
 
 class _Dump(dict[str, Any]):
-    """The dict of a model that a module has returned, with the marks of the model: apcore takes dicts alone, and
-    another module may pass this one on."""
+    """The dict of a model that a module has returned: apcore takes dicts alone. By the model it is validated, and
+    redacted, also where another module passes it on."""
 
-    marks: JSONSchema
+    model: BaseModel
+    marks: JSONSchema  # of the model
 
 
 def _dumped(model: BaseModel) -> Any:
-    """A model as apcore takes outputs: its dict, which still says what is marked. One without a dict stays a model."""
-    output = model.model_dump()
+    """A model as apcore takes outputs: its dict, which still knows it. One that has no dict stays a model."""
+    output = model.model_dump(warnings=False)  # they quote values
     if not isinstance(output, dict):
         return model
-    marks = _marks_in(model)
-    if not marks:
-        return output
     dump = _Dump(output)
-    dump.marks = marks
+    dump.model = model
+    dump.marks = _marks_in(model)
     return dump
 
 
@@ -998,8 +996,8 @@ def _marks_in(value: Any) -> JSONSchema:
     if isinstance(value, dict):
         parts = {key: _marks_in(item) for key, item in value.items()}
         marked = {_key_text(key): marks for key, marks in parts.items() if marks}
-        own_marks = [value.marks] if isinstance(value, _Dump) else []
-        return _any_of([*own_marks, {"properties": marked} if marked else {}])
+        own_marks = value.marks if isinstance(value, _Dump) else {}
+        return _any_of([own_marks, {"properties": marked} if marked else {}])
     if isinstance(value, list | tuple | set | frozenset | deque):
         items = [*map(_marks_in, value)]
         return {"prefixItems": items} if any(items) else {}
@@ -4051,31 +4049,68 @@ class _ModuleStep(BaseStep):
         return await self._step.execute(ctx)
 
 
-def _validation_names(model: type[BaseModel]) -> dict[str, str | None]:
-    """By which name each field of a model, and of the models in it, is validated that is written by its own name or by
-    the alias that it is serialized by; None for what is computed."""
-    names: dict[str, str | None] = {}
-    for core in _core_schemas({**TypeAdapter(model).core_schema}):
-        cls = core.get("cls")
-        if not isinstance(cls, _Model):
-            continue
-        for name, field in cls.model_fields.items():
-            alias = field.validation_alias
-            if isinstance(alias, AliasChoices):
-                alias = next((choice for choice in alias.choices if isinstance(choice, str)), None)
-            target = alias if isinstance(alias, str) else name
-            for other in (name, field.serialization_alias):
-                if other and other != target:
-                    names[other] = target
-        for name, computed in cls.model_computed_fields.items():
-            names.update({name: None, computed.alias or name: None})
-    return names
+def _own_values(value: Any) -> Any:
+    """What the models in a value hold, under the names of their fields."""
+    if isinstance(value, RootModel):
+        return _own_values(value.root)
+    if isinstance(value, BaseModel | dict):
+        return {name: _own_values(item) for name, item in dict(value).items()}
+    return type(value)(map(_own_values, value)) if type(value) in (list, tuple) else value
 
 
-def _renamed(value: Any, names: Mapping[str, str | None]) -> Any:
-    """Copy containers with other names of the keys in dicts, without those whose name is None; of arrays the values."""
+def _is_serialized(field: JSONObject) -> bool:
+    """Whether a function of a user's own says what becomes of a field, of which this is pydantic-core's schema."""
+    part = field.get("schema")
+    while part is not None:
+        if _rewrites(part.get("serialization", {})):
+            return True
+        part = part.get("schema")
+    return False
+
+
+class _DumpForms:
+    """In what the dumps of a model may differ from what it takes, by the names in it and in the models that it holds.
+
+    A dump does not say which model a dict in it was. So a name counts wherever it stands."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self.fields: dict[str, str] = {}  # by the alias that they are serialized by
+        self._excluded: set[str] = set()  # what dumps need not have
+        self._computed: set[str] = set()  # what is in dumps alone
+        self._serialized: set[str] = set()  # what is there in a form that only its author knows
+        for core in _core_schemas({**TypeAdapter(model).core_schema}):
+            if core["type"] == "model-fields":
+                self._add(core)
+
+    def _add(self, core: JSONObject) -> None:
+        for name, field in core["fields"].items():
+            aliases = [field.get("validation_alias"), field.get("serialization_alias")]
+            names = {name, *(alias for alias in aliases if isinstance(alias, str))}
+            if aliases[1] is not None and aliases[0] != aliases[1]:
+                self.fields[aliases[1]] = name
+            if field.get("serialization_exclude") or field.get("serialization_exclude_if"):
+                self._excluded |= names
+            if _is_serialized(field):
+                self._serialized |= names
+        for computed in core.get("computed_fields", ()):
+            self._computed |= {computed["property_name"], computed.get("alias") or computed["property_name"]}
+
+    def explain(self, error: ValidationError) -> bool:
+        """Whether pydantic has found no more than what makes a dump."""
+        return all(map(self._explain, error.errors(include_url=False, include_context=False)))
+
+    def _explain(self, fault: Any) -> bool:
+        path = {step for step in fault["loc"] if isinstance(step, str)}
+        last = {*fault["loc"][-1:]}
+        if fault["type"] == "missing":
+            return bool(last & self._excluded)
+        return bool(path & self._serialized) or (fault["type"] == "extra_forbidden" and bool(last & self._computed))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Copy containers with other names of the keys in dicts; of arrays the values."""
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(item, names) for key, item in value.items() if names.get(key, key)}
+        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_renamed(item, names) for item in value)
     return value.tolist() if hasattr(value, "tolist") else value
@@ -4098,18 +4133,38 @@ class _OutputSchema(_View):
             return self._schema.model_validate(data, **options)
         try:
             return self._schema.model_validate(self._output, **options)
-        except ValidationError:
+        except ValidationError as error:
             if not isinstance(self._schema, _Model):
                 raise
             self.is_renamed = True
-            renamed = _renamed(self._output, _validation_names(self._schema))
-            with suppress(ValidationError):
-                return self._schema.model_validate(renamed, **options)
-            if not _is_plain(renamed):
-                raise
-            with suppress(ValidationError):
-                return self._schema.model_validate_json(_to_bytes(renamed), **options)
-            raise
+            return self._validate_dump(self._schema, error)
+
+    def _validate_dump(self, model: type[BaseModel], error: ValidationError) -> Any:
+        """Validate an output that a model does not take as it is, which is the `error`."""
+        forms = _DumpForms(model)
+        errors = [error]
+        for read in self._readings(model, forms.fields):
+            try:
+                return read(strict=True)
+            except ValidationError as other:
+                errors.append(other)
+        if not any(map(forms.explain, errors)):
+            raise min(errors, key=ValidationError.error_count)  # in the form that was meant there is least to find
+        return self._output
+
+    def _readings(self, model: type[BaseModel], names: Mapping[str, str]) -> Iterator[Callable[..., Any]]:
+        """The ways to read a dump: by the names of fields, by either alias, and each of these as JSON."""
+        by_name: Any = {"by_alias": False, "by_name": True}
+        if isinstance(self._output, _Dump) and isinstance(self._output.model, model):
+            yield functools.partial(model.model_validate, _own_values(self._output.model), **by_name)
+            return
+        output = _renamed(self._output, {})
+        renamed = _renamed(output, names)
+        ways: Any
+        for values, ways in ((output, {}), (output, by_name), (renamed, {"by_name": True})):
+            yield functools.partial(model.model_validate, values, **ways)
+            if _is_plain(values):
+                yield functools.partial(model.model_validate_json, _to_bytes(values), **ways)
 
 
 class _OutputView(_ModuleView):
@@ -4145,7 +4200,9 @@ class _OutputValidation(_ModuleStep):
             raise _RefusedOutput(f"Output validation failed: {faults}", faults) from cause
         finally:
             ctx.output = given
-        ctx.validated_output = given
+        if isinstance(given, _Dump) and not given.marks:  # from here on nobody needs the model
+            ctx.output = {**given}
+        ctx.validated_output = ctx.output
         if view.schema is not None and view.schema.is_renamed and _has_marks(module, "output_schema"):
             ctx.context.redacted_output = None  # apcore's redaction knows the names of the schema alone
         return result

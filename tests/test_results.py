@@ -17,7 +17,7 @@ import pytest
 from apcore import Executor, Middleware
 from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, ConfigDict, Field, RootModel, computed_field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, RootModel, computed_field, field_serializer
 from support import (
     REDACTED,
     Size,
@@ -462,6 +462,50 @@ async def test_a_model_may_be_returned_and_dumped_by_any_of_its_names() -> None:
     async with connect({name: module for name, (module, _) in modules.items()} | refused) as client:
         for name, (_, expected) in modules.items():
             assert parsed(success_text(await client.call_tool(name, {}))) == expected, name
+        for name in wrong:
+            report = failure(await client.call_tool(name, {}))
+            assert report["error_message"].startswith("Output validation failed (the tool has run):"), name
+
+
+class Visit(BaseModel):
+    day: date
+    reason: str = Field(exclude=True)
+    number: int = Field(alias="lines")  # in another model, this is the name of a field
+
+    @field_serializer("day")
+    def shown(self, day: date) -> str:
+        return f"{day:%d.%m.%Y}"
+
+
+class Journal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    visit: Visit
+    lines: dict[str, int] = {}
+    place: str = Field("", validation_alias=AliasPath("at", "place"))
+
+    @computed_field
+    def double(self) -> int:
+        return 2
+
+
+JOURNAL = Journal(visit=Visit(day=date(2026, 1, 2), reason="pain", lines=1), lines={"double": 1}, at={"place": "here"})
+
+
+async def test_excluded_computed_and_serialized_fields_are_no_reason_to_refuse_a_dump_and_anything_else_is() -> None:
+    dumps = [JOURNAL, JOURNAL.model_dump(), JOURNAL.model_dump(mode="json"), JOURNAL.model_dump(by_alias=True)]
+    right = {f"right.number_{number}": gives(dump, output_schema=Journal) for number, dump in enumerate(dumps)}
+    dump = JOURNAL.model_dump()
+    outputs = {
+        "wrong.as_a_key_is_computed": {**dump, "lines": {"double": "text"}},
+        "wrong.as_a_field_is_missing": {**dump, "visit": {"day": "2.1.2026"}},
+        "wrong.as_another_has_that_name": {**dump, "lines": 1},
+        "wrong.as_a_field_is_unknown": {**dump, "other": 1},
+        "wrong.as_built": Journal.model_construct(visit=JOURNAL.visit, lines={"a": "text"}),
+    }
+    wrong = {name: gives(output, output_schema=Journal) for name, output in outputs.items()}
+    async with connect(right | wrong) as client:
+        for name in right:
+            assert "02.01.2026" in success_text(await client.call_tool(name, {})), name
         for name in wrong:
             report = failure(await client.call_tool(name, {}))
             assert report["error_message"].startswith("Output validation failed (the tool has run):"), name
