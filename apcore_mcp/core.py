@@ -3120,17 +3120,17 @@ def _trace_sent(ctx: RequestContext) -> dict[str, str]:
 
 _PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
 _CONFIRMED_SECONDS = 300.0  # the same where nothing is kept, so that an answer could be sent again
-# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON. One more is
-# refused. In memory, arguments can be sixty times as large as the JSON that they came in.
-_PARKED_MAX = 1_000
-_PARKED_BYTES_MAX = 2 * 2**20
+# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON; in memory,
+# these can be ninety times as large. One more is refused. The same holds for tasks that run, of which one more is none.
+# Nobody who has a name may take more than half, so that others can be asked.
+_WAITING_MAX = 1_000
+_WAITING_BYTES_MAX = 2 * 2**20
 _TOO_MANY = "Too many calls, or too large ones, wait for their users' answers"
 
 _TASKS_EXTENSION = "io.modelcontextprotocol/tasks"
 _TASKS_MAX = 1_000
 _TASK_SECONDS = 3_600.0  # how long a task is kept once it has ended
-# How large what is kept may be as JSON, together and of each caller: the arguments of tasks that run, and the results
-# of what has ended without a request.
+# How large the results may be, as JSON, of what has ended without a request: together, and of each caller.
 _KEPT_BYTES_MAX = 64 * 2**20
 _KEPT_BYTES_OF_CALLER_MAX = 16 * 2**20
 _RESULT_BYTES = 6 * 2**20  # for which there must be room when a task begins
@@ -3485,11 +3485,24 @@ class _Kept:
     def __post_init__(self) -> None:
         self.key = secrets.token_urlsafe(32)
         self.owner = _name_of(self.call.caller)
-        self.size = 0  # how many bytes of it count: a task's arguments while it runs, and any result
+        self.size = 0  # of its result, once there is one
         self.created = time.time()
         self.timer: asyncio.TimerHandle | None = None  # that ends it
         self.is_cancelled = False  # by its client
         self.is_told = False  # whether its client has been told its outcome
+
+
+def _fits(call: _Call, others: Collection[_Call]) -> bool:
+    """Whether a call may hold its arguments beside those that `others` hold, and its caller not too much of that."""
+    groups = [(others, 1)]
+    if call.caller is not None:
+        name = call.caller.id
+        groups.append(([other for other in others if _name_of(other.caller) == name], 2))
+    for group, share in groups:
+        size = call.size + sum(other.size for other in group if other.outcome is None)
+        if len(group) >= _WAITING_MAX // share or size > _WAITING_BYTES_MAX // share:
+            return False
+    return True
 
 
 class _Calls:
@@ -3500,9 +3513,9 @@ class _Calls:
     outcome. Only the caller who began a call comes by it again, and by its key, which cannot be guessed.
 
     At most 1,000 calls wait for their users, with 2 MiB of arguments in all, those of handshake clients included. There
-    are at most 1,000 tasks. What these keep, and results, are bounded in bytes, together and for each caller: where
-    there is no room, results go that clients have been told, the oldest first; if that does not do, a call does not
-    become a task, and a result is an error that says so. Event loop only."""
+    are at most 1,000 tasks, and those that run have 2 MiB of arguments, too. Results are bounded in bytes, together and
+    for each caller: where there is no room, results go that clients have been told, the oldest first; if that does not
+    do, a call does not become a task, and a result is an error that says so. Event loop only."""
 
     def __init__(self) -> None:
         self.running = set[_Call]()
@@ -3515,8 +3528,7 @@ class _Calls:
         waiting = {other for other in self.running if other.questions}
         waiting.update(kept.call for kept in self._parked.values())
         waiting.discard(call)
-        size = call.size + sum(other.size for other in waiting if other.outcome is None)
-        return len(waiting) < _PARKED_MAX and size <= _PARKED_BYTES_MAX
+        return _fits(call, waiting)
 
     def park(self, call: _Call) -> str:
         """Keep a call for its client's retry. Returns its state."""
@@ -3537,8 +3549,9 @@ class _Calls:
     def keep_task(self, call: _Call) -> None:
         """Let a call go on as a task, if there is room for it."""
         kept = _Kept(call, is_task=True)
-        if self._make_room(kept, call.size + _RESULT_BYTES):
-            self._resize(kept, call.size)
+        working = [task.call for task in self._tasks.values() if task.call.outcome is None]
+        if _fits(call, working) and self._make_room(kept, _RESULT_BYTES):
+            self._resize(kept, 0)
             self._tasks[kept.key] = kept
             call.go_on_without_request(kept)
 
@@ -3583,6 +3596,9 @@ class _Calls:
     def _has_room(self, kept: _Kept, size: int) -> bool:
         is_new_task = kept.is_task and kept.key not in self._tasks
         has_number = len(self._tasks) + is_new_task <= _TASKS_MAX
+        if is_new_task and kept.owner is not None:
+            of_owner = [task for task in self._tasks.values() if task.owner == kept.owner]
+            has_number = has_number and len(of_owner) < _TASKS_MAX // 2
         has_bytes = self._sizes.total() + size <= _KEPT_BYTES_MAX
         return has_number and has_bytes and self._sizes[kept.owner] + size <= _KEPT_BYTES_OF_CALLER_MAX
 
@@ -4793,6 +4809,8 @@ class _ExecutionRouter:
         call = _Call(tool, arguments, self._options, caller, self._results)
         call.attach(ctx)
         call.confirmation = confirmation
+        if params.request_state is not None:  # whatever its client declares now, it could be asked
+            call.may_go_unasked = False
         return await self.run(call)
 
     async def find(

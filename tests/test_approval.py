@@ -1159,6 +1159,18 @@ async def test_who_cannot_be_asked_is_told_so_with_a_key_too() -> None:
     assert len(ran) == 2
 
 
+async def test_who_was_asked_is_not_let_through_for_a_retry_that_declares_less() -> None:
+    """Under `auto`, too: the state says that the client could be asked, whatever it says of itself now."""
+    ran: list[dict[str, Any]] = []
+    with replica(ran, approval="auto") as url:
+        async with wire_of(url) as wire, wire_of(url, None) as unable:
+            for answers in ({}, {"input_responses": {"approval": DECLINE}}, {"input_responses": YES}):
+                _, _, state = await wire.question("burn", {})
+                with pytest.raises(MCPError, match="Client did not declare form elicitation"):
+                    await unable.call("burn", {}, request_state=state, **answers)
+    assert ran == []
+
+
 async def test_any_server_checks_arguments_and_the_acl_before_it_asks_and_again_before_it_runs() -> None:
     """And no middleware takes the question for a failure that it might recover from."""
     seen: list[str] = []

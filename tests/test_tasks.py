@@ -605,3 +605,43 @@ async def test_results_are_kept_in_bounded_bytes_together_and_for_each_caller() 
         results = [(await second.until(task_id, "completed"))["result"] for task_id in waiting]
         assert [result["isError"] for result in results] == [False, False, False, True]
         assert "has run" in results[-1]["content"][0]["text"]
+
+
+async def test_arguments_of_tasks_are_bounded_and_one_caller_leaves_room_for_others() -> None:
+    """In memory they take ninety times their JSON. Where there is no room, a call simply waits for its result."""
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        begun.release()
+        await go_on.wait()
+        return {}
+
+    named = [Middleware(AuthenticationMiddleware, backend=Name())]
+    large = {"text": "x" * 600_000}
+    async with wired({"wait": long(wait)}, middleware=named) as anybody:
+        ann, bob, eve = (Wire(anybody.http, name) for name in ("ann", "bob", "eve"))
+        waiting = []
+        for wire, is_task in ((ann, True), (ann, False), (bob, True), (eve, True), (eve, False)):
+            if is_task:
+                await wire.begin("wait", large)
+            else:
+                waiting.append(asyncio.create_task(wire.call("wait", large)))
+            async with asyncio.timeout(20):
+                await begun.acquire()
+        go_on.set()
+        assert [(await each)["resultType"] for each in waiting] == ["complete"] * 2
+
+
+@pytest.mark.parametrize("share", [{"text": "x" * 600_000}, {}], ids=["bytes", "number"])
+async def test_no_caller_keeps_others_from_being_asked(share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apcore_mcp.core._WAITING_MAX", 2)
+
+    async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"answer": await elicit(context, "Who?", SCHEMA)}
+
+    named = [Middleware(AuthenticationMiddleware, backend=Name())]
+    async with wired({"ask": ask}, middleware=named) as anybody:
+        ann, bob = (Wire(anybody.http, name, extensions={}) for name in ("ann", "bob"))
+        assert (await bob.call("ask", share))["resultType"] == "input_required"
+        assert (await bob.refusal("tools/call", {"name": "ask", "arguments": share}))[0] == -32000
+        assert (await ann.call("ask", share))["resultType"] == "input_required"
