@@ -1342,28 +1342,24 @@ def _with_values(value: Any, *schemas: JSONSchema) -> Any:
 def _as_plain(output: Any, *schemas: JSONSchema) -> Any:
     """Copy an output into plain JSON types, as `schemas` describe it. ValueError, TypeError or RecursionError where
     that cannot be."""
-    if not _is_plain(output):
-        output = _with_values(output, *schemas)
-    return from_json(_to_bytes(output), allow_inf_nan=False)
-
-
-def _own_marks(tool: _Tool, output: Any) -> JSONSchema:
-    """The marks of the pydantic models in an output, which the schema of the tool need not know."""
-    with suppress(RecursionError):  # nothing that holds itself is sent
-        return _marks_in(output) if tool.redacts and not _is_plain(output) else {}
-    return {}
+    return from_json(_to_bytes(_with_values(output, *schemas)), allow_inf_nan=False)
 
 
 def _as_json(tool: _Tool, output: Any, *marks: JSONSchema) -> tuple[bytes, Any, list[JSONObject]]:
     """A module's output, redacted: as JSON text, as the same value in plain types, and its files as MCP content.
 
     Dates become ISO text, enums their values, bytes base64, arrays lists, anything unknown its `str()` (FR-EXEC-002).
-    What the tool's schema marks is redacted, and what `marks` do, which are those of the models in it. ModuleError
+    What the tool's schema marks is redacted, what the models in the output mark, and what `marks` do. ModuleError
     OUTPUT_SERIALIZATION_ERROR for what JSON cannot express (NaN, infinity, a cycle, an object without a text) and a
     file that is not base64."""
+    hidden = [*tool.marks, *marks]
     try:
-        plain = _as_plain(output, *tool.outputs)
-        value = _redact(plain or {}, *tool.marks, *marks)
+        if _is_plain(output):
+            plain = from_json(_to_bytes(output), allow_inf_nan=False)
+        else:
+            hidden.append(_marks_in(output))
+            plain = _as_plain(output, *tool.outputs)
+        value = _redact(plain or {}, *(hidden if tool.redacts else ()))
         files = _take_files(tool, value)
     except Exception as error:  # a module's own __str__ may raise anything
         raise ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(error)}") from None
@@ -1428,9 +1424,8 @@ class _Results:
 
         An output that apcore has not checked (`is_checked`), or that is empty (apcore does not check None, which
         becomes `{}`), is a `_RefusedOutput` where the advertised schema refuses it."""
-        hidden = [*filter(None, [*marks, _own_marks(tool, output)])] if tool.redacts else []
-        written, value, files = _as_json(tool, output, *hidden)
-        if not value or not is_checked or hidden:
+        written, value, files = _as_json(tool, output, *marks)
+        if not value or not is_checked or REDACTED_VALUE.encode() in written:
             # A client would refuse such a result.
             for error in Draft202012Validator(tool.output_schema).iter_errors(value):
                 raise _RefusedOutput(f"Output validation failed: {error.message}")
@@ -1465,11 +1460,11 @@ def _size_of_file(file: JSONObject) -> int:
 # ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
 
 _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -010)
-    "MODULE_NOT_FOUND": "Module not found: {module_id}",
-    "MODULE_DISABLED": "Module is disabled: {module_id}",
+    "MODULE_NOT_FOUND": "Module not found",
+    "MODULE_DISABLED": "Module is disabled",
     "ACL_DENIED": "Access denied",
     "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
-    "GENERAL_INVALID_INPUT": "Invalid input: {message}",
+    "GENERAL_INVALID_INPUT": "Invalid input",
     "CALL_DEPTH_EXCEEDED": "Call depth limit exceeded",
     "CIRCULAR_CALL": "Circular call detected",
     "CALL_FREQUENCY_EXCEEDED": "Call frequency limit exceeded",
@@ -1479,7 +1474,17 @@ _SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
 }
+_DETAILS = {  # how a sentence goes on, unless that may quote what is marked
+    "MODULE_NOT_FOUND": ": {module_id}",
+    "MODULE_DISABLED": ": {module_id}",
+    "GENERAL_INVALID_INPUT": ": {message}",
+}
 _UNEXPECTED = "Internal error occurred"
+
+
+def _sentence(code: str, *, is_withheld: bool = False) -> str:
+    """What a client reads of an error, with places for the facts."""
+    return _SENTENCES.get(code, "Module error: {code}") + ("" if is_withheld else _DETAILS.get(code, ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1643,6 +1648,11 @@ def _place_of(error: BaseException) -> str:
     return f"{os.path.basename(own_frames[-1].filename)}:{own_frames[-1].lineno} in {own_frames[-1].name}"
 
 
+def _cause_of(error: BaseException) -> BaseException:
+    """What a module raised, where apcore's Executor has wrapped it, or else `error` itself."""
+    return (error.cause if isinstance(error, ModuleExecuteError) else None) or error
+
+
 @dataclasses.dataclass
 class _ErrorMapper:
     """Says what went wrong with one call: to the client in a plain sentence, to the log in full. It never raises.
@@ -1662,21 +1672,26 @@ class _ErrorMapper:
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
         try:
-            return self._read(error)
+            return self._told_and_logged(error)
         except Exception as failure:  # boundary: what a module's author puts into an error may be anything
             self._log(error, f"(not shown: reading it raised {type(failure).__name__})")
             return _failure(_UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
-    def _read(self, error: BaseException) -> JSONObject:
-        """Build the result of `to_result`; may raise where a module's own exception has attributes of odd types."""
-        cause: BaseException = error
-        if isinstance(error, ModuleExecuteError) and error.cause is not None:
-            cause = error.cause  # what the module raised
+    def _told_and_logged(self, error: BaseException) -> JSONObject:
+        """The result of `to_result`; may raise where a module's own exception has attributes of odd types."""
         step = getattr(error.__context__, "step_name", "")  # of apcore's pipeline
-        if isinstance(cause, RecursionError) and step == "output_validation":  # apcore follows a cycle to its end
-            error = cause = ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON: it holds itself")
+        if step == "output_validation" and isinstance(_cause_of(error), RecursionError):  # apcore follows a cycle
+            error = ModuleError("OUTPUT_SERIALIZATION_ERROR", "output is not JSON: it holds itself")
         modules = [*self._modules_behind(error)]
         has_secret_inputs = any(_has_marks(module, "input_schema") for module in modules)
+        has_secret_outputs = self.has_marks or any(_has_marks(module, "output_schema") for module in modules)
+        result = self._failure_of(error, step, has_secret_inputs)
+        self._log_cause(_cause_of(error), is_withheld=has_secret_inputs or has_secret_outputs)
+        return result
+
+    def _failure_of(self, error: BaseException, step: str, is_withheld: bool) -> JSONObject:
+        """What the client is told of `error`, which came up in a `step` of apcore's pipeline."""
+        cause = _cause_of(error)
         code = "GENERAL_INTERNAL_ERROR"
         text = _UNEXPECTED
         report: JSONObject = {}
@@ -1684,15 +1699,11 @@ class _ErrorMapper:
             code = _text_of(error.code)
             report = {"retryable": error.retryable, "user_fixable": error.user_fixable}
         if isinstance(cause, ModuleError):
-            text, details = self._explain(cause, step, has_secret_inputs)
+            text, details = self._explain(cause, step, is_withheld)
             report.update(details)
         failure = _failure(text, code, **{key: value for key, value in report.items() if value is not None})
-        result: JSONObject = _plain(failure)  # raises for what a module's author has put into it and JSON cannot say
-        if has_secret_inputs or self.has_marks or any(_has_marks(module, "output_schema") for module in modules):
-            self._log(cause, f"(not shown: it may quote sensitive values) at {_place_of(cause)}")
-        else:
-            self._log(cause, str(getattr(cause, "message", cause)), None if isinstance(cause, ModuleError) else cause)
-        return result
+        plain: JSONObject = _plain(failure)  # raises for what a module's author has put into it and JSON cannot say
+        return plain
 
     def _modules_behind(self, error: BaseException | None) -> Iterator[Any]:
         """The modules that took part in the call. Those that another Executor ran are known only by apcore's errors."""
@@ -1702,6 +1713,13 @@ class _ErrorMapper:
             if isinstance(error, ModuleError):
                 yield from map(self.registry.get, error.details.get("call_chain", ()))
             error = error.__context__
+
+    def _log_cause(self, cause: BaseException, *, is_withheld: bool) -> None:
+        """Log what went wrong, with the traceback of what nobody expected."""
+        if is_withheld:
+            self._log(cause, f"(not shown: it may quote sensitive values) at {_place_of(cause)}")
+        else:
+            self._log(cause, str(getattr(cause, "message", cause)), None if isinstance(cause, ModuleError) else cause)
 
     def _log(self, error: BaseException, text: str, trace: BaseException | None = None) -> None:
         text = _one_line(text[:_LOG_CHARACTERS])[:_LOG_CHARACTERS]
@@ -1718,11 +1736,9 @@ class _ErrorMapper:
             return self._explain_validation(error, step, is_withheld)
         if isinstance(error, _OwnError):
             return error.message, {}
-        sentence = _SENTENCES.get(error.code, "Module error: {code}")
+        sentence = _sentence(error.code, is_withheld=is_withheld)
         if _unasked(error):
             return f"{sentence}: nobody can be asked", {}
-        if is_withheld and error.code in _SENTENCES:
-            sentence = sentence.partition(":")[0]
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
         text = _text_of(sentence.format_map(facts))
         report: JSONObject = {}
@@ -1822,7 +1838,8 @@ def _document(tool: _Tool) -> str:
     returns = _fields(tool.output_schema) if tool.output_schema else "Not declared."
     for name, media_type in tool.media.items():
         returns += f"\n\n`{name}` comes as content of type `{media_type}`."
-    errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **_SENTENCES, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
+    sentences = {code: _sentence(code) for code in _SENTENCES}
+    errors = {"SCHEMA_VALIDATION_ERROR": "Input validation failed", **sentences, "MODULE_EXECUTE_ERROR": _UNEXPECTED}
     failures = "\n".join(f"- `{code}`: {text}" for code, text in errors.items())
     is_repeatable = annotations.readonly or annotations.idempotent
     usage = ""
@@ -4056,11 +4073,11 @@ class _ModuleStep(BaseStep):
             return await self._step.execute(ctx)
         call.record(module)
         try:
-            return await self._execute_with(module, ctx)
+            return await self._execute_with(module, ctx, call)
         finally:
             ctx.module = module
 
-    async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
+    async def _execute_with(self, module: Any, ctx: PipelineContext, call: _Call) -> StepResult:
         ctx.module = _ModuleView(module)
         return await self._step.execute(ctx)
 
@@ -4200,13 +4217,12 @@ class _OutputValidation(_ModuleStep):
     """The step that validates outputs, and redacts them for hooks. In the calls of a server it sees the output as JSON,
     as apcore's redaction stops at what is not, and everything after it what the module gave."""
 
-    async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
-        call = _call_of(ctx.context)
+    async def _execute_with(self, module: Any, ctx: PipelineContext, call: _Call) -> StepResult:
         given = ctx.output
         view = ctx.module = _OutputView(module, given)
         try:
             if given is not None and not _is_plain(given):
-                ctx.output = self._plain(given, module, call, ctx)
+                ctx.output = self._plain(given, module, call if _begins(call, ctx.context) else None)
             result = await self._step.execute(ctx)
         except SchemaValidationError as error:
             cause = error.__cause__
@@ -4223,16 +4239,14 @@ class _OutputValidation(_ModuleStep):
             ctx.context.redacted_output = None  # apcore's redaction knows the names of the schema alone
         return result
 
-    def _plain(self, output: Any, module: Any, call: _Call | None, ctx: PipelineContext) -> Any:
-        """`output` as JSON; what another module gets may be what JSON has not."""
-        schema: Any = getattr(module, "output_schema", None)
-        is_called = call is not None and _begins(call, ctx.context)
+    def _plain(self, output: Any, module: Any, call: _Call | None) -> Any:
+        """`output` as JSON: as the `call` sends it, or without one where JSON has it, as another module gets it."""
         try:
-            if call is not None and is_called:
+            if call is not None:
                 return _as_plain(output, *call.tool.outputs)
-            return _as_plain(output, schema.model_json_schema() if hasattr(schema, "model_json_schema") else {})
+            return _as_plain(output, getattr(module.output_schema, "model_json_schema", dict)())
         except Exception as error:  # a module's own __str__ may raise anything
-            if not is_called:
+            if call is None:
                 return output
             raise ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {_text_of(error)}") from None
 
@@ -4278,11 +4292,11 @@ class _Execution(_ModuleStep):
     apcore (0.32) runs a coroutine in a task of its own, which goes on when the call is cancelled or times out, and it
     looks at the deadline of a stream only when a chunk has come."""
 
-    async def _execute_with(self, module: Any, ctx: PipelineContext) -> StepResult:
+    async def _execute_with(self, module: Any, ctx: PipelineContext, call: _Call) -> StepResult:
         running = ctx.module = _RunningModule(module, ctx.stream)
         step = self._step
-        call = _call_of(ctx.context)
-        if call is not None and _begins(call, ctx.context):
+        is_called = _begins(call, ctx.context)
+        if is_called:
             call.has_begun = True
             is_long = call.tool.about.is_long
             if (is_long or call.is_due) and call.begin_task() and is_long:
@@ -4293,9 +4307,9 @@ class _Execution(_ModuleStep):
         except BaseException:
             running.end()
             raise
-        if call is not None and running.marks:
+        if running.marks:
             call.has_marks = True
-            if _begins(call, ctx.context):
+            if is_called:
                 call.marks = [running.marks]  # middleware may copy the output, and lose them
         if ctx.output is not None and not isinstance(ctx.output, Mapping):  # apcore would fail, and not say why
             fault = _fault([], "type", f"a module returns a dict or a model, not a {type(ctx.output).__name__}")
@@ -4835,7 +4849,7 @@ class _ExecutionRouter:
         trace_id = _trace_id(trace)
         name = name[:200]
         shown = _one_line(name)
-        text = _SENTENCES["MODULE_NOT_FOUND"].format(module_id=shown)
+        text = _sentence("MODULE_NOT_FOUND").format(module_id=shown)
         label = _label(shown, caller)
         logger.debug("Tool call: %s", label)
         line = "Tool call error: %s - ModuleNotFoundError: %s (trace %s)"
@@ -4964,7 +4978,7 @@ class _ExecutionRouter:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     _merge(output, chunk)
-                    text = _as_json(tool, chunk, _own_marks(tool, chunk))[0]
+                    text = _as_json(tool, chunk)[0]
                     call.results.check_size(len(text))
                     await call.report(max(call.progress, 0) + 1, None, text.decode())
         else:
@@ -5937,7 +5951,7 @@ async def run_openai_call(
     try:
         inputs = _read_arguments(name, arguments)
     except ValueError as error:
-        return _SENTENCES["GENERAL_INVALID_INPUT"].format(message=error)
+        return _sentence("GENERAL_INVALID_INPUT").format(message=error)
     router = _ExecutionRouter(catalog, options)
     if name in router.search.tools:
         answer = await router.find(name, inputs, identity, lambda tool: _portable_name(tool.module_id), {})
@@ -5948,7 +5962,7 @@ async def run_openai_call(
         tool = _called_tool(catalog, options, name)
     except _NotOffered:
         router.not_found(name, identity, {})
-        return _SENTENCES["MODULE_NOT_FOUND"].format(module_id=name)
+        return _sentence("MODULE_NOT_FOUND").format(module_id=name)
     results = _Results(options.max_result, structured="never")
     call = _Call(tool, _drop_nulls(inputs, tool.input_schema)[0], options, identity, results)
     result = await router.run(call)
