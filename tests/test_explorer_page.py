@@ -23,7 +23,7 @@ import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
-from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving
+from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving, until
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.datastructures import MutableHeaders
@@ -1155,23 +1155,36 @@ def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(s
     messages(page, RESULT)
     ready = {"jsonrpc": "2.0", "method": "ui/notifications/sandbox-resource-ready", "params": {"html": "<b>Evil</b>"}}
     asks = {"jsonrpc": "2.0", "id": "evil", "method": "ui/initialize", "params": {}}
+    place = f"{url}/explorer/tools/t.one/page"
     with page.context.expect_page() as opening:
-        page.evaluate("url => { window.other = open(url); }", f"{url}/explorer/tools/t.one/page")
+        page.evaluate("url => { window.other = open(url); }", place)
     other = opening.value
-    other.wait_for_load_state()
+    other.wait_for_url(place)  # until then it is an empty document of the Explorer's origin
     assert other.evaluate("[self.origin, !!opener]") == ["null", True]
     storage = "() => { try { return localStorage.length } catch (error) { return error.name } }"
     assert other.evaluate(storage) == "SecurityError"
+    # The three windows are in processes of their own: what one sends another has come when it was heard there.
+    frame = own_page(page).locator(":root")
+    for window in (page, frame, other):
+        window.evaluate("() => { self.heard = []; addEventListener('message', ({ data }) => heard.push(data)); }")
+
+    def heard(window: Page | Locator) -> Any:
+        return window.evaluate("() => heard")
+
     page.evaluate("ready => { other.postMessage(ready, '*'); }", ready)
+    until(lambda: heard(other) or "Evil" in other.content())
+    assert heard(other) == [ready]
     # Who holds a window of the Explorer may send it messages, and those in it: neither is answered.
     other.evaluate(
-        "([ready, asks]) => { opener.postMessage(asks, '*'); opener[0].postMessage(ready, '*');"
-        " addEventListener('message', () => { window.answered = true; }); }",
-        [ready, asks],
+        "([ready, asks]) => { opener.postMessage(asks, '*'); opener[0].postMessage(ready, '*'); }", [ready, asks]
     )
+    until(lambda: asks in heard(page) and ready in heard(frame))
+    page.evaluate("() => { other.postMessage('end', '*'); }")  # behind the answer, if there were one
+    until(lambda: "end" in heard(other))
+    assert heard(other) == [ready, "end"]
+    assert other.evaluate("document.body?.textContent ?? ''") == ""
     says(page, id="end", method="ping")
     assert "evil" not in json.dumps(messages(page, '"end"'))
-    assert other.evaluate("[window.answered, document.body?.textContent ?? '']") == [None, ""]
     other.close()
 
 
