@@ -50,10 +50,13 @@ from collections.abc import (
     Collection,
     Coroutine,
     Generator,
+    ItemsView,
     Iterable,
     Iterator,
+    KeysView,
     Mapping,
     Sequence,
+    ValuesView,
 )
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -582,10 +585,14 @@ _ADDRESS = re.compile(r"<.* at 0x[0-9A-Fa-f]+>+", re.DOTALL)  # the text of an o
 
 
 def _plain_value(value: Any) -> Any:
-    """What is sent for an object that JSON does not know: the values of an array, and of anything else its text
-    (FR-EXEC-002). TypeError where that is no more than its address, which names the type."""
+    """What is sent for an object that JSON does not know: the values of an array or of any container, and of anything
+    else its text (FR-EXEC-002). TypeError where that is no more than its address, which names the type."""
     if hasattr(value, "tolist"):  # NumPy's arrays and scalars, and whatever works like them
         return value.tolist()
+    if isinstance(value, Mapping):  # their texts would be Python's, and show what a model in them marks
+        return dict(value)
+    if isinstance(value, KeysView | ValuesView | ItemsView | Sequence):
+        return list(value)
     text = str(value)
     if _ADDRESS.fullmatch(text):
         raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
@@ -991,7 +998,7 @@ def _dumped(model: BaseModel) -> Any:
 def _marks_in(value: Any) -> JSONSchema:
     """The marks of the models in an output, each where it stands, as `_redact` takes them: of `[1, Model()]`
     `{"prefixItems": [{}, {"properties": ...}]}`, and `{}` where no model in it marks anything."""
-    if type(value) in _SCALARS or isinstance(value, type):
+    if isinstance(value, str | bytes | bytearray | type) or type(value) in _SCALARS:
         return {}
     if isinstance(value, dict):
         parts = {key: _marks_in(item) for key, item in value.items()}
@@ -1003,11 +1010,16 @@ def _marks_in(value: Any) -> JSONSchema:
         return {"prefixItems": items} if any(items) else {}
     if isinstance(value, BaseModel):
         aliases = {name: field.serialization_alias for name, field in type(value).model_fields.items()}
-        return _marks_in_fields(value, aliases, dict(value))
+        fields = dict(value)
+        for name, computed in type(value).model_computed_fields.items():
+            aliases[name] = computed.alias
+            fields[name] = getattr(value, name)
+        return _marks_in_fields(value, aliases, fields)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return _marks_in_fields(value, {}, {name: getattr(value, name, None) for name in names})
-    return _marks_in(value.tolist()) if hasattr(value, "tolist") else {}
+    is_container = hasattr(value, "tolist") or isinstance(value, Mapping | KeysView | ValuesView | ItemsView | Sequence)
+    return _marks_in(_plain_value(value)) if is_container else {}
 
 
 def _marks_in_fields(model: Any, aliases: Mapping[str, str | None], fields: JSONObject) -> JSONSchema:
@@ -1031,7 +1043,9 @@ def _any_of(marks: Iterable[JSONSchema]) -> JSONSchema:
 
 def _key_text(key: object) -> str:
     """A dict's key as JSON writes it."""
-    return key if type(key) is str else next(iter(from_json(to_json({key: None}, fallback=_plain_value))))
+    if type(key) is str:
+        return key
+    return str(next(iter(from_json(to_json({key: None}, fallback=_plain_value, bytes_mode="base64")))))
 
 
 # ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
