@@ -4201,17 +4201,15 @@ class _OutputSchema(_View):
 
     def _readings(self, model: type[BaseModel], names: Mapping[str, str]) -> Iterator[Callable[..., Any]]:
         """The ways to read a dump: by the names of fields, by either alias, and each of these as JSON."""
-        by_name: Any = {"by_alias": False, "by_name": True}
         if isinstance(self._output, _Dump) and isinstance(self._output.model, model):
-            yield functools.partial(model.model_validate, _own_values(self._output.model), **by_name)
+            values = _own_values(self._output.model)
+            yield functools.partial(model.model_validate, values, by_alias=False, by_name=True)
             return
         output = _renamed(self._output, {})
-        renamed = _renamed(output, names)
-        ways: Any
-        for values, ways in ((output, {}), (output, by_name), (renamed, {"by_name": True})):
-            yield functools.partial(model.model_validate, values, **ways)
+        for values, by_name in ((output, None), (_renamed(output, names), True)):
+            yield functools.partial(model.model_validate, values, by_name=by_name)
             if _is_plain(values):
-                yield functools.partial(model.model_validate_json, _to_bytes(values), **ways)
+                yield functools.partial(model.model_validate_json, _to_bytes(values), by_name=by_name)
 
 
 class _OutputView(_ModuleView):

@@ -457,6 +457,13 @@ async def test_a_model_may_be_returned_and_dumped_by_any_of_its_names() -> None:
         "a.dump_as_json": (gives(by_name, output_schema=Bill), by_name),
         "a.dump_as_json_by_alias": (gives(by_alias, output_schema=Bill), by_alias),
     }
+
+    async def passing_on(inputs: Any, context: Any) -> Any:
+        output = await context.executor.call_async("a.model", {}, context)
+        assert type(output) is dict
+        return output
+
+    modules["a.caller"] = (FunctionalModule(passing_on), by_name)
     wrong = {"a.text": {"billNumber": "1"}, "a.surplus": {"billNumber": 1, "other": 1}, "an.absence": {"lines": []}}
     refused = {name: gives(output, output_schema=Bill) for name, output in wrong.items()}
     async with connect({name: module for name, (module, _) in modules.items()} | refused) as client:
@@ -567,17 +574,20 @@ async def test_a_result_that_is_too_large_is_an_error_with_both_sizes_at_every_d
         "a.structured": gives(large),
         "a.file": drawing({"file": "AAAA" * 150}, {"file": base64_of("image/png")}),
         "a.stream": StreamingModule([{"a": "x" * 300}, {"b": "x" * 300}], output_schema={}),
+        "a.chunk": StreamingModule([{"a": "x" * 600}], output_schema={}),
     }
-    sizes = {"a.text": 615, "a.structured": 1226, "a.file": 602, "a.stream": 623}
+    sizes = {"a.chunk": 608, "a.text": 615, "a.structured": 1226, "a.file": 602, "a.stream": 623}
     for limit in (500, 1300, 0):
         async with connect(modules, mode=mode, max_result=limit) as client:
             for name, size in sizes.items():
-                note, _ = noting()
-                result = await client.call_tool(name, {}, progress_callback=note if name == "a.stream" else None)
+                note, told = noting()
+                streams = name in ("a.stream", "a.chunk")
+                result = await client.call_tool(name, {}, progress_callback=note if streams else None)
                 if limit != 500:
                     assert not result.is_error, name
                     continue
                 text = f"Result is too large: {size} bytes, and at most 500 are sent (the tool has run)"
                 assert failure(result, text)["error_type"] == "RESULT_TOO_LARGE"
+                assert max((len(message or "") for _, _, message in told), default=0) <= limit
     assert "615 bytes" in await run_openai_call(registry_of(modules), "a-text", {}, max_result=500)
     assert len(await run_openai_call(registry_of(modules), "a-text", {})) == 611

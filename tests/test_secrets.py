@@ -704,6 +704,21 @@ async def test_a_model_keeps_its_marks_through_a_binding_with_schemas_and_where_
                 assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
 
 
+async def test_a_hook_is_shown_no_marked_value_of_a_dump_by_other_names_than_the_schema_has() -> None:
+    shown: list[Any] = []
+
+    class Watching(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            shown.append(context.redacted_output)
+
+    dump = PATIENT.model_dump()
+    registry = registry_of({"a.dump": gives(dump, output_schema=Patient)})
+    async with connect(Executor(registry, middlewares=[Watching()])) as client:
+        assert not (await client.call_tool("a.dump", {})).is_error
+    assert len(shown) == 1
+    assert SECRET_TEXT not in str(shown)
+
+
 async def test_an_error_beside_a_model_that_marks_something_is_not_quoted_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
