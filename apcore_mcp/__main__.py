@@ -13,13 +13,9 @@ import dataclasses
 import json
 import logging
 import logging.config
-import logging.handlers
 import os
-import queue
 import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +25,14 @@ from . import __version__
 from .core import (
     _EXPORTS,
     _HTTP,
+    _LOG_FORMAT,
     _STANDARD_STREAMS,
     _TRANSPORTS,
     _check,
     _export,
     _files_of,
     _folder,
+    _log_to_stderr,
     _one_line,
     _Options,
     _options_of,
@@ -50,66 +48,6 @@ _AT_A_TERMINAL = """A client has to start this server, as it speaks MCP here: ad
 
 _VARIABLES = "APCORE_MCP_"  # begins the names of all variables
 _LOG_LEVEL = "INFO"  # by default
-_LOG_FORMAT = "%(asctime)s %(levelname)s: %(message)s"
-_UNWRITTEN_MAX = 1_000  # lines of the log
-_END_SECONDS = 1.0  # how long the end of the process waits for who reads the log
-
-
-class _LogToStderr(logging.handlers.QueueHandler):
-    """The log of a server, whose calls and whose end never wait for who reads it: a client may never read its stderr.
-
-    Lines are handed to a thread, which writes them. At most 1,000 wait for it; more are lost, and it says how many. It
-    writes to the descriptor, as whatever ends the process would wait for the lock and the buffer of `sys.stderr`. What
-    was logged before the end is written then, if it is read. Any thread may log."""
-
-    def __init__(self) -> None:
-        self._unwritten = queue.SimpleQueue[str | threading.Event]()
-        super().__init__(self._unwritten)
-        self.setFormatter(logging.Formatter(_LOG_FORMAT))
-        self._lost = 0
-        self._process = os.getpid()
-        threading.Thread(target=self._write, name="log", daemon=True).start()
-
-    def prepare(self, record: logging.LogRecord) -> str:
-        return self.format(record)
-
-    def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` makes of one
-        if os.getpid() != self._process:  # one that a module has forked has no thread that writes
-            _write_to_stderr(record)
-        elif self._unwritten.qsize() < _UNWRITTEN_MAX:
-            self._unwritten.put(record)
-        else:
-            self._lost += 1
-
-    def flush(self) -> None:
-        """Wait until what was logged so far is written, a second at most. The process does so at its end."""
-        if os.getpid() == self._process:
-            written = threading.Event()
-            self._unwritten.put(written)
-            written.wait(_END_SECONDS)
-
-    def _write(self) -> None:
-        told = 0
-        while True:
-            waiting = [self._unwritten.get()]
-            while not self._unwritten.empty():  # all at once: each write may have to wait for Python's lock
-                waiting.append(self._unwritten.get())
-            lines = [each for each in waiting if isinstance(each, str)]
-            if lines:
-                _write_to_stderr("\n".join(lines))
-            if self._lost > told:
-                told = self._lost
-                _write_to_stderr(f"WARNING: {told} lines of this log are lost, as nobody has read it in time")
-            for each in waiting:
-                if isinstance(each, threading.Event):
-                    each.set()
-
-
-def _write_to_stderr(lines: str) -> None:
-    left = f"{lines}\n".encode(errors="backslashreplace")
-    with suppress(OSError):  # it is closed: there is nowhere to say so
-        while left:
-            left = left[os.write(2, left) :]
 
 
 def _configure_log(path: str, name: str) -> None:
@@ -284,9 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.setdefault("log_level", _LOG_LEVEL)
             if export or check:
                 logging.basicConfig(format=_LOG_FORMAT)
-            elif not logging.root.handlers:
-                log = _LogToStderr()
-                logging.root.addHandler(log)
+            else:
+                log = _log_to_stderr()
                 logging.captureWarnings(True)  # they are written to stderr otherwise
         directory = options.pop("extensions_dir")
         try:

@@ -26,6 +26,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import logging.handlers
 import math
 import os
 import posixpath
@@ -218,6 +219,82 @@ def _indent_traceback(record: logging.LogRecord) -> bool:
 logger.addFilter(_indent_traceback)
 
 
+# ---- Log: its lines on stderr, for which neither a call nor the end of the process waits; any thread ----
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s: %(message)s"
+_UNWRITTEN_MAX = 1_000  # lines of the log
+_LOG_END_SECONDS = 1.0  # how long the end of the process waits for who reads the log
+
+
+class _LogToStderr(logging.handlers.QueueHandler):
+    """The log of a server, whose calls and whose end never wait for who reads it: a client may never read its stderr.
+
+    Lines are handed to a thread, which writes them. At most 1,000 wait for it; more are lost, and it says how many. It
+    writes to the descriptor, as whatever ends the process would wait for the lock and the buffer of `sys.stderr`. What
+    was logged before the end is written then, if it is read. Any thread may log."""
+
+    def __init__(self) -> None:
+        self._unwritten = queue.SimpleQueue[str | threading.Event]()
+        super().__init__(self._unwritten)
+        self.setFormatter(logging.Formatter(_LOG_FORMAT))
+        self._lost = 0
+        self._process = os.getpid()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` makes of one
+        if os.getpid() != self._process:  # one that a module has forked has no thread that writes
+            _write_to_stderr(record)
+        elif self._unwritten.qsize() < _UNWRITTEN_MAX:
+            self._unwritten.put(record)
+        else:
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Wait until what was logged so far is written, a second at most. The process does so at its end."""
+        if os.getpid() == self._process:
+            written = threading.Event()
+            self._unwritten.put(written)
+            written.wait(_LOG_END_SECONDS)
+
+    def _write(self) -> None:
+        told = 0
+        while True:
+            waiting = [self._unwritten.get()]
+            while not self._unwritten.empty():  # all at once: each write may have to wait for Python's lock
+                waiting.append(self._unwritten.get())
+            lines = [each for each in waiting if isinstance(each, str)]
+            if lines:
+                _write_to_stderr("\n".join(lines))
+            if self._lost > told:
+                told = self._lost
+                _write_to_stderr(f"WARNING: {told} lines of this log are lost, as nobody has read it in time")
+            for each in waiting:
+                if isinstance(each, threading.Event):
+                    each.set()
+
+
+def _write_to_stderr(lines: str) -> None:
+    left = f"{lines}\n".encode(errors="backslashreplace")
+    with suppress(OSError):  # it is closed: there is nowhere to say so
+        while left:
+            left = left[os.write(2, left) :]
+
+
+def _log_to_stderr() -> _LogToStderr | None:
+    """Write the log of a program that has not set one up. Returns the handler; None where there is another."""
+    if logging.root.handlers:
+        return None
+    if sys.stderr is not sys.__stderr__:  # of a notebook, say, which shows its own
+        logging.basicConfig(format=_LOG_FORMAT)
+        return None
+    handler = _LogToStderr()
+    logging.root.addHandler(handler)
+    return handler
+
+
 # ---- Options: every option of `serve()`, once ----
 
 _TOOL_NAMES_HELP = "names with dots (module-id), with hyphens (portable), or as the client can take them (auto)"
@@ -404,7 +481,7 @@ def _options_of(door: str, /, *sources: Any, **options: Any) -> _Options:
     # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
     if checked.log_level is not None:
         if not logger.hasHandlers():
-            logging.basicConfig()
+            _log_to_stderr()
         logger.setLevel(checked.log_level)
     if unused:
         logger.debug("%s: without effect here: %s", door, ", ".join(unused))
@@ -4384,7 +4461,9 @@ class ElicitationApprovalHandler:
             answer = call.confirm(_approval_question(request), schema)
         else:
             return self._decide_unasked(request, call, is_own or call.parks)
-        return ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
+        result = ApprovalResult(status="approved" if answer and answer["approve"] else "rejected")
+        logger.info("%s was %s by its user", _label(request.module_id, call.caller), result.status)
+        return result
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         """Rejects: a user answers the question, and what a client sends as a token is no answer."""
@@ -5562,7 +5641,8 @@ def _refusals_counted(app: ASGIApp, bridge: _Bridge) -> ASGIApp:
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if 400 <= status < 500 or status == 503:
+                is_probe = status == 503 and scope["path"].endswith("/ready")
+                if (400 <= status < 500 or status == 503) and not is_probe:
                     bridge.refused[str(status)] += 1
             await send(message)
 

@@ -66,14 +66,19 @@ def test_a_client_that_never_reads_the_log_is_served_and_the_server_ends_with_it
 
 
 @linux_only
-def test_a_server_whose_log_nobody_reads_answers_and_ends_at_a_signal(failing: list[str]) -> None:
+@pytest.mark.parametrize("is_program", [False, True], ids=["command line", "serve"])
+def test_a_server_whose_log_nobody_reads_answers_and_ends_at_a_signal(failing: list[str], is_program: bool) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
+    command = [*failing, "--transport=streamable-http", f"--port={port}"]
+    if is_program:
+        command = program(f"serve(registry, transport='streamable-http', port={port}, log_level='INFO')")
     with (
-        RawClient([*failing, "--transport=streamable-http", f"--port={port}"]) as server,
+        RawClient(command) as server,
         httpx.Client(trust_env=False) as client,
     ):
-        assert b"server started" in server.process.stderr.readline()
+        while b"server started" not in server.process.stderr.readline():
+            pass
         make_small(server.process.stderr)
         for _ in range(400):  # each is a line of the log
             assert client.post(f"{url}/mcp", headers={"Origin": "http://evil.example"}, json={}).status_code == 403
