@@ -190,6 +190,25 @@ def _run_async_serve(source: Any, **options: Any) -> None:
 every_door = pytest.mark.parametrize("door", [serve, MCPServer, _run_async_serve])
 
 
+class Gate:
+    """Where threads are held up until the test lets them all go on; it can wait until so many have entered."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self._entered = threading.Semaphore(0)
+
+    def enter(self) -> None:
+        self._entered.release()
+        assert self.is_open.wait(30), "nobody let it go on"
+
+    async def entered(self, times: int = 1) -> None:
+        for number in range(times):
+            assert await asyncio.to_thread(self._entered.acquire, timeout=20), f"{number} of {times} entered"
+
+    def open(self) -> None:
+        self.is_open.set()
+
+
 def is_set_in_time(token: CancelToken) -> bool:
     """Whether `token` is set by now or at once: it may be set just before or just after the coroutine is ended."""
     limit = time.monotonic() + 10

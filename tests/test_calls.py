@@ -60,6 +60,7 @@ from support import (
     SECRETIVE,
     STAGE_ON_STDIO,
     UNASKED,
+    Gate,
     StreamingModule,
     Wire,
     accept,
@@ -1130,35 +1131,31 @@ async def test_a_module_that_ends_the_process_ends_neither_its_server_nor_the_lo
 
 @pytest.mark.requirement("FR-EXEC-004")
 async def test_forty_blocked_sync_calls_hold_up_nobody_and_keep_their_answers_apart() -> None:
-    count, release, all_running = 40, threading.Event(), threading.Event()
-    running: list[int] = []
+    count, gate = 40, Gate()
 
     def blocked(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        running.append(inputs["number"])
-        if len(running) == count:
-            all_running.set()
-        assert release.wait(40)
+        gate.enter()
         return {"number": inputs["number"]}
 
     async def quick(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"released": release.is_set()}
+        return {"released": gate.is_open.is_set()}
 
     try:
         modules = {"demo.blocked": blocked, "demo.quick": quick, "demo.sync": echo}
         async with connect(modules) as client, asyncio.timeout(40):
             calls = [asyncio.create_task(client.call_tool("demo.blocked", {"number": n})) for n in range(count)]
-            assert await asyncio.to_thread(all_running.wait, 20), f"{len(running)} of {count} run"
+            await gate.entered(count)
             assert parsed(success_text(await client.call_tool("demo.quick", {}))) == {"released": False}
             assert parsed(success_text(await client.call_tool("demo.sync", {"a": 1}))) == {"a": 1}
             assert not any(call.done() for call in calls)
-            release.set()
+            gate.open()
             results = await asyncio.gather(*calls)
             threads = threading.active_count()
             for _ in range(5):
                 await client.call_tool("demo.sync", {})
             assert threading.active_count() < threads + 5, "the threads that have become free are used again"
     finally:
-        release.set()
+        gate.open()
     assert [parsed(success_text(result)) for result in results] == [{"number": n} for n in range(count)]
 
 

@@ -60,6 +60,7 @@ from support import (
     LOGGER,
     META,
     CountingRegistry,
+    Gate,
     answer,
     ended_well,
     entered,
@@ -644,12 +645,10 @@ async def test_a_flood_of_blocking_calls_has_a_bounded_number_of_threads_and_wha
 @pytest.mark.parametrize(("mounted", "count"), [(False, 256), (True, 40)], ids=["serve", "async_serve"])
 async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mounted: bool, count: int) -> None:
     """apcore runs the hooks of middleware in threads of the loop; a host's may have as few as five."""
-    gate = threading.Event()
-    began = threading.Semaphore(0)
+    gate = Gate()
 
     def stuck(inputs: dict[str, Any], context: Any) -> Any:
-        began.release()
-        gate.wait(30)
+        gate.enter()
 
     async def fails(inputs: dict[str, Any], context: Any) -> Any:
         raise InvalidInputError("No item 7")
@@ -657,7 +656,7 @@ async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mo
     executor = Executor(registry_of({"stuck": stuck, "fails": fails}))
     executor.use(MetricsMiddleware(MetricsCollector()))
     async with contextlib.AsyncExitStack() as closing:
-        closing.callback(gate.set)
+        closing.callback(gate.open)
         if mounted:
             app = await closing.enter_async_context(async_serve(executor, transport="sse"))
             url = await closing.enter_async_context(hosting(app))
@@ -666,12 +665,11 @@ async def test_modules_that_are_stuck_in_their_threads_withhold_nobodys_error(mo
         connecting = client_of(f"{url}/sse", HANDSHAKE)
         client = await closing.enter_async_context(connecting)
         calls = [asyncio.create_task(client.session.call_tool("stuck", {})) for _ in range(count)]
-        for _ in calls:
-            assert await asyncio.to_thread(began.acquire, timeout=20)
+        await gate.entered(count)
         async with asyncio.timeout(20):
             assert text_of(await client.call_tool("fails", {})) == "Invalid input: No item 7"
         assert not any(call.done() for call in calls)
-        gate.set()
+        gate.open()
         await asyncio.gather(*calls)
 
 

@@ -46,7 +46,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
-from support import ACCEPT, answer, clog, handshake, initialize_params, message, messages_logged, modern, text_of
+from support import ACCEPT, Gate, answer, clog, handshake, initialize_params, message, messages_logged, modern, text_of
 
 from apcore_mcp import MCPServer, __version__, async_serve
 
@@ -891,18 +891,18 @@ async def test_a_server_is_ready_while_a_session_is_free() -> None:
 
 async def test_a_server_is_ready_while_a_thread_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apcore_mcp.core._THREADS_MAX", 1)
-    entered, release = threading.Event(), threading.Event()
+    gate = Gate()
 
     def block(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        entered.set()
-        return {"released": release.wait(20)}
+        gate.enter()
+        return {}
 
     async with asgi_client(registry_of({"block": block})) as client:
         assert (await client.get("/ready")).status_code == 200
         calling = asyncio.create_task(client.post("/mcp", **call("block", {})))
-        assert await asyncio.to_thread(entered.wait, 20)
+        await gate.entered()
         full = await client.get("/ready")
-        release.set()
+        gate.open()
         assert (await calling).status_code == 200
     assert (full.status_code, full.text) == (503, "No thread is free: 1 run modules")
 

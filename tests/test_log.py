@@ -15,7 +15,7 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Identity, ModuleError
 from conftest import FunctionalModule, RawClient, client_of, connect, echo, free_port, program, registry_of, serving
-from support import SECRET_TEXT, run
+from support import SECRET_TEXT, Gate, run
 
 from apcore_mcp import __version__, run_openai_call
 
@@ -262,12 +262,10 @@ def numbers(text: str) -> dict[str, float]:
 
 
 async def test_metrics_tell_what_runs_what_came_of_calls_and_what_was_refused() -> None:
-    entered = threading.Event()
-    go = threading.Event()
+    gate = Gate()
 
     def hold(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        entered.set()
-        assert go.wait(20)
+        gate.enter()
         return {}
 
     def odd(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -280,11 +278,11 @@ async def test_metrics_tell_what_runs_what_came_of_calls_and_what_was_refused() 
                 for name in ("t.echo", "t.echo", "t.fail", "nope", "t.odd"):
                     await client.call_tool(name)
                 holding = asyncio.create_task(client.call_tool("t.hold"))
-                assert await asyncio.to_thread(entered.wait, 10)
+                await gate.entered()
                 assert (await http.post(f"{url}/mcp", content="x")).status_code == 415
                 assert (await http.get(f"{url}/health", headers={"Origin": "http://evil.example"})).status_code == 403
                 during = await http.get(f"{url}/metrics")
-                go.set()
+                gate.open()
                 await holding
             after = numbers((await http.get(f"{url}/metrics")).text)
     told = numbers(during.text)
