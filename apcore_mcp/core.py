@@ -2111,7 +2111,6 @@ class _Files:
         self._seen: dict[str, _FileState] | None = None  # by path, as the last look found them
         self._looked_at = 0.0  # on the clock of `time.monotonic`
         self._registered: dict[str, str] = {}  # by module ID, the path of its file
-        self._references: set[tuple[str, str]] = set()  # of a binding file, by its path, to a file of schemas
         self._waiting: set[tuple[str, str]] = set()  # a path, and the module ID that another module has
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         self.warned: list[str] = []  # of what the last update has loaded all the same
@@ -2130,12 +2129,12 @@ class _Files:
             self.warned = []
             before = self._states
             states = self._look()
-            edited = self._changed_files(states if self._seen is None else self._seen, states)
+            edited = _changed_files(states if self._seen is None else self._seen, states)
             self._seen = states
             self._looked_at = time.monotonic()
             self._states = {path: state for path, state in states.items() if _file_of(path) not in edited}
             self._states |= {path: state for path, state in before.items() if _file_of(path) in edited}
-            changed = self._changed_files(before, self._states)
+            changed = _changed_files(before, self._states)
             # Only what was free at the start, so that a file that is edited keeps its IDs.
             free = {path for path, module_id in self._waiting if not self._registry.has(module_id)}
             changed |= free - edited
@@ -2147,24 +2146,16 @@ class _Files:
                     self.checked.discard(module_id)
                     with _left_out(f"Module {module_id}", self.left_out):
                         self._registry.unregister(module_id)
-            paths = changed.intersection(self._states) - {reference for _, reference in self._references}
+            paths = sorted(changed.intersection(self._states))
             if paths:
-                self._load_all(sorted(paths))
+                self._load_all(paths)
 
     def _roots(self) -> dict[str, JSONObject]:  # as the Registry was configured with them, by their real paths
         return {os.path.realpath(root["root"]): root for root in self._registry._extension_roots}
 
     def _look(self) -> dict[str, _FileState]:
         """Each file that may define modules, or describe them, by its path."""
-        states = {path: state for root in self._roots() for path, state in _walk(root, root, ())}
-        for _, path in self._references:
-            states[path] = _state_of(path) or "is not there"
-        return states
-
-    def _changed_files(self, before: dict[str, _FileState], after: dict[str, _FileState]) -> set[str]:
-        """The files that have changed, or of which a part has: their metadata, or the schemas that they refer to."""
-        changed = {_file_of(path) for path, _ in before.items() ^ after.items()}
-        return changed | {path for path, reference in self._references if reference in changed}
+        return {path: state for root in self._roots() for path, state in _walk(root, root, ())}
 
     def _module_id(self, path: str) -> str:
         """The ID that apcore makes of a path: `text.shout` of `text/shout.py`. A link has the ID of its own path;
@@ -2235,22 +2226,13 @@ class _Files:
             self._warn(path, "spec_version missing; defaulting to '1.0'")
         elif version != "1.0":
             self._warn(path, f"spec_version '{version}' is not '1.0'; proceeding best-effort")
-        self._references = {pair for pair in self._references if pair[0] != path}
         for number, entry in enumerate(document["bindings"], 1):
             name = f"number {number}"
             if isinstance(entry, dict):
                 name = entry.get("module_id", name)
-                if "schema_ref" in entry:
-                    self._follow_reference(path, os.path.join(folder, str(entry["schema_ref"])))
-            with _left_out(f"{path}: binding {name}", self.left_out, path):
+            with _left_out(f"{path}: binding {name}", self.left_out):
                 module = _bound(entry, path)
                 self._register(path, module.module_id, module)
-
-    def _follow_reference(self, path: str, reference: str) -> None:
-        """Load the binding file at `path` again when the file of schemas at `reference` changes."""
-        self._references.add((path, reference))
-        for states in (self._states, self._seen or {}):
-            states[reference] = _state_of(reference) or "is not there"
 
     def _load_functions(self, path: str, values: Iterable[Any]) -> bool:
         """Register the functions with `@module` among `values`, what a file defines; returns whether there are any."""
@@ -2325,6 +2307,11 @@ class _Files:
 def _file_of(path: str) -> str:
     """The file that `path` is part of: metadata is part of the one that it describes."""
     return path.removesuffix("_meta.yaml") + ".py" if path.endswith("_meta.yaml") else path
+
+
+def _changed_files(before: dict[str, _FileState], after: dict[str, _FileState]) -> set[str]:
+    """The files that have changed, or whose metadata has."""
+    return {_file_of(path) for path, _ in before.items() ^ after.items()}
 
 
 _MODULE_PARTS = ("execute", "input_schema", "output_schema", "description")

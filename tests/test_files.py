@@ -884,29 +884,6 @@ async def test_only_what_a_file_made_goes_with_it_and_nothing_ends_the_following
         await wait_until_shown(following, {**shown, "stays.kept": "mended"})
 
 
-def test_a_binding_is_loaded_again_with_the_file_of_its_schemas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when that file comes and goes; and a change of it alone is believed once two looks agree, too."""
-    monkeypatch.setattr(core, "_LOOK_SECONDS", 0)
-    schemas = tmp_path / "schemas" / "join.yaml"
-    (tmp_path / "join.binding.yaml").write_text(bound("m.join", "os.path:join", schema_ref="schemas/join.yaml"))
-    registry = discover(tmp_path)
-    loaded: list[str] = []
-    registry.on("register", lambda module_id, _: loaded.append(module_id))
-    schemas.parent.mkdir()
-    for count, description in enumerate(("one", "two", None, "three"), 1):
-        if description is None:
-            schemas.unlink()
-        else:
-            schemas.write_text(json.dumps({"input_schema": {"description": description}}))
-        for _ in range(4):
-            core._files_of(registry).update()
-        definition = registry.get_definition("m.join")
-        assert (definition and definition.input_schema["description"]) == description
-        assert len(loaded) == min(count, 2) + (count == 4)
-
-
 @pytest.mark.parametrize(
     ("roots", "mapped", "module_ids"),
     [
