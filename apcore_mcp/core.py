@@ -18,7 +18,6 @@ import base64
 import contextvars
 import copy
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -2037,19 +2036,16 @@ def _apcore_warnings() -> Iterator[list[logging.LogRecord]]:
     file that it is about."""
     records: list[logging.LogRecord] = []
     thread = threading.get_ident()
-    levels: dict[str, float] = {}  # by logger, from which a record of another thread passes as ever
-    for name, each in [*logging.root.manager.loggerDict.items()]:
-        if isinstance(each, logging.Logger) and name.partition(".")[0] == "apcore":
-            levels[name] = math.inf if each.disabled else each.getEffectiveLevel()
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.startswith("apcore.")]
 
     def take(record: logging.LogRecord) -> bool:
-        if record.thread == thread and record.levelno >= logging.WARNING:
+        is_ours = record.thread == thread and record.levelno >= logging.WARNING
+        if is_ours:
             records.append(record)
-            return False
-        return record.levelno >= levels[record.name]
+        return not is_ours
 
     with ExitStack() as stack:
-        for each in map(logging.getLogger, levels):
+        for each in loggers:
             each.addFilter(take)
             stack.callback(each.removeFilter, take)
             if not each.isEnabledFor(logging.WARNING):
@@ -2061,37 +2057,32 @@ def _apcore_warnings() -> Iterator[list[logging.LogRecord]]:
 
 
 _ANNOTATIONS = frozenset(field.name for field in dataclasses.fields(ModuleAnnotations))
-_GUARDS = ("requires_approval", "destructive", "discoverable")  # without which more would run, or be shown
+# What a name that was meant for `annotations`, or for one without which more would run or be shown, has in it.
+_MAY_GUARD = re.compile("ap+r?o|require|destr|uctiv|discov|annot", re.IGNORECASE)
 _APCORE_DECORATOR = "apcore.decorator"  # the logger that tells which annotations of a function apcore drops
 
 
-def _unknown_annotations(annotations: object) -> list[str]:
-    """The names in a module's annotations that apcore passes over. TypeError where it passes over all of them."""
-    if annotations is None or isinstance(annotations, ModuleAnnotations):
-        return []
-    if not isinstance(annotations, dict):
-        raise TypeError(f"its annotations are neither ModuleAnnotations nor a dict: {annotations!r}")
-    return [str(name) for name in annotations if name not in _ANNOTATIONS]
-
-
-def _is_it(name: str, names: Iterable[str]) -> str:
-    """What a misspelt name was meant to be, for a message; "" when that cannot be told."""
-    likely = difflib.get_close_matches(name, [*names], 1, 0.75)
-    return f" (is it {likely[0]}?)" if likely else ""
-
-
-def _told_unknown(names: Iterable[str], *annotations: object) -> str:
-    """A WARNING of the names in a module's `annotations` that apcore does not know. ValueError for one that may stand
-    for a guard: a module that ought to be approved is not served as if it were none, unless it requires approval."""
-    required = [each.get("requires_approval") for each in annotations if isinstance(each, dict)]
-    required += [each.requires_approval for each in annotations if isinstance(each, ModuleAnnotations)]
-    told = []
-    for name in names:
-        plain = re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z]+", "_", name).lower()
-        if not any(required) and (re.search("app?rov|destruct", plain) or _is_it(plain, _GUARDS)):
-            raise ValueError(f"apcore knows no annotation {name!r}{_is_it(plain, _GUARDS)}, so nothing would guard it")
-        told.append(f"{name!r}{_is_it(plain, _ANNOTATIONS)}")
-    return f"apcore passes over the annotation {', '.join(told)}, which it does not know"
+def _passed_over(annotations: Iterable[object], others: Iterable[str] = ()) -> str:
+    """A sentence about the names in a module's `annotations`, of which there may be several, that apcore passes over,
+    and about `others` that it has passed over; "" for none. ValueError where one may stand for a guard: a module that
+    ought to be approved is not served as if it were none, unless it requires approval."""
+    names = [*others]
+    is_guarded = False
+    for each in annotations:
+        if isinstance(each, dict):
+            names += [str(name) for name in each if name not in _ANNOTATIONS]
+            is_guarded |= bool(each.get("requires_approval"))
+        elif isinstance(each, ModuleAnnotations):
+            is_guarded |= each.requires_approval
+        elif each is not None:
+            raise TypeError(f"its annotations are neither ModuleAnnotations nor a dict: {each!r}")
+    if not names:
+        return ""
+    known = ", ".join(sorted(_ANNOTATIONS))
+    sentence = f"apcore passes over {', '.join(names)}: the annotations of a module are {known}"
+    if not is_guarded and any(map(_MAY_GUARD.search, names)):
+        raise ValueError(sentence)
+    return sentence
 
 
 class _Files:
@@ -2269,20 +2260,15 @@ class _Files:
             self._waiting.add((path, module_id))
             owner = self._registered.get(module_id, "a module that comes from no file")
             raise ValueError(f"the module ID {module_id} belongs to {owner}")
-        function = _function_of(module) if isinstance(module, FunctionModule) else None
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(f"{function.__name__}() is a generator function, which has no result: return a list")
-        own = getattr(module, "annotations", None)
-        names = _unknown_annotations(own) + self._dropped_annotations(module)
-        for name, value in (metadata or {}).items():
-            if name == "annotations":
-                names += _unknown_annotations(value)
-            elif name in _GUARDS or difflib.get_close_matches(str(name), ["annotations"], 1, 0.85):
-                raise ValueError(f"{name} in its metadata is none of its annotations: apcore passes over it")
-            elif name in _ANNOTATIONS:
-                names.append(name)
-        if names:
-            self._warn(path, f"module {module_id}: {_told_unknown(names, own, (metadata or {}).get('annotations'))}")
+        fault = _execute_fault(module)
+        if fault:
+            raise TypeError(fault)
+        metadata = metadata or {}
+        misplaced = [name for name in map(str, metadata) if name in _ANNOTATIONS or re.match("annot(?!ations$)", name)]
+        annotations = (getattr(module, "annotations", None), metadata.get("annotations"))
+        text = _passed_over(annotations, [*self._dropped_annotations(module), *misplaced])
+        if text:
+            self._warn(path, f"module {module_id}: {text}")
         self.checked.add(module_id)
         self._registry.register(module_id, module, version, metadata)
         self._registered[module_id] = path
@@ -2348,39 +2334,33 @@ def _module_faults(cls: type) -> list[str]:
     faults = []
     for name in ("input_schema", "output_schema"):
         if not isinstance(getattr(cls, name, None), (dict, _Model)):
-            faults.append(f"its {name} is neither a pydantic model nor a dict{_misspelt(cls, name)}")
+            faults.append(f"its {name} is neither a pydantic model nor a dict")
     description = getattr(cls, "description", None)
     if not description or not isinstance(description, str):
-        faults.append(f"it has no description{_misspelt(cls, 'description')}")
-    execute = getattr(cls, "execute", None)
-    if not callable(execute):
-        faults.append(f"it has no execute(){_misspelt(cls, 'execute')}")
-    elif inspect.isfunction(execute):
-        is_method = not isinstance(inspect.getattr_static(cls, "execute"), staticmethod)
-        faults += _execute_faults(functools.partial(execute, None) if is_method else execute)
+        faults.append("it has no description")
+    if not callable(getattr(cls, "execute", None)):
+        faults.append("it has no execute()")
     if inspect.isabstract(cls):
         faults.append("it is abstract")
     return faults
 
 
-def _misspelt(cls: type, name: str) -> str:
-    return "" if hasattr(cls, name) else _is_it(name, vars(cls))
-
-
-def _execute_faults(execute: Callable[..., Any]) -> list[str]:
-    """Why every call of a module's `execute` would fail."""
+def _execute_fault(module: Any) -> str:
+    """Why every call of a module would fail, whatever it is given; "" where that cannot be seen."""
+    execute = _function_of(module) if isinstance(module, FunctionModule) else module.execute
     if inspect.isasyncgenfunction(execute) or inspect.isgeneratorfunction(execute):
-        return ["its execute() is a generator: it returns a dict, and stream() yields"]
+        return f"{execute.__name__}() is a generator, which has no result: it returns a dict, and stream() yields"
     code = getattr(execute, "__code__", None)
     if code is not None and (code.co_argcount, code.co_kwonlyargcount) == (2 + inspect.ismethod(execute), 0):
-        return []  # as nearly all; to read a signature takes ten times as long
-    try:
-        inspect.signature(execute).bind({}, None)
-    except TypeError as error:
-        return [f"its execute() does not take (inputs, context): {error}"]
-    except ValueError:  # written in C
-        pass
-    return []
+        return ""  # as nearly all; to read a signature takes ten times as long
+    if not isinstance(module, FunctionModule):
+        with suppress(ValueError):  # written in C
+            signature = inspect.signature(execute)
+            try:
+                signature.bind({}, None)
+            except TypeError as error:
+                return f"its execute() does not take (inputs, context): {error}"
+    return ""
 
 
 def _state_of(path: str) -> _FileState | None:
@@ -2674,9 +2654,7 @@ class _ToolCatalog:
         if isinstance(module, FunctionModule) or (files is not None and module_id in files.checked):
             return
         annotations = getattr(module, "annotations", None)
-        names = _unknown_annotations(annotations)
-        texts = [_told_unknown(names, annotations)] if names else []
-        texts += _execute_faults(module.execute)
+        texts = [text for text in (_passed_over([annotations]), _execute_fault(module)) if text]
         warned = _WARNED.setdefault(self._registry, set())
         if texts and module_id not in warned:
             warned.add(module_id)

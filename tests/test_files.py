@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import logging
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apcore import Executor, Registry
+from apcore import Executor, ModuleAnnotations, Registry
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import ANYTHING, HANDSHAKE, MODULE, FunctionalModule, RawClient, connect, echo, serving
 from mcp.client import Client
@@ -229,7 +230,7 @@ async def test_an_output_schema_of_a_binding_is_of_what_the_function_returns(
 
 
 ENTRIES = {
-    "m.lazy": ({"target": "_several:lazily", **SCHEMAS}, "lazily() is a generator function, which has no result"),
+    "m.lazy": ({"target": "_several:lazily", **SCHEMAS}, "lazily() is a generator, which has no result"),
     "m.other": (
         {"target": "_several:count", **SCHEMAS, "input_schema": {"properties": {"n": {}, "m": {}}}},
         "its input_schema names what count() does not take: got an unexpected keyword argument 'm'",
@@ -441,36 +442,36 @@ def annotated(annotations: str) -> str:
 
 
 A_MODULE = a_class("Say")
-UNGUARDED = ", so nothing would guard it"
+KNOWN = sorted(field.name for field in dataclasses.fields(ModuleAnnotations))
+PASSED_OVER = f"apcore passes over {{}}: the annotations of a module are {', '.join(KNOWN)}"
 FINDINGS = {
     "function's approval": (
         {"m.py": annotated("{'requires_aproval': True}")}, [],
-        "m.py: function f is left out: ValueError: apcore knows no annotation 'requires_aproval'"
-        f" (is it requires_approval?){UNGUARDED}",
+        f"m.py: function f is left out: ValueError: {PASSED_OVER.format('requires_aproval')}",
     ),
     "class's approval": (
         {"m.py": A_MODULE + "    annotations = {'approval_required': True}\n"}, [],
-        f"m.py: class Say is left out: ValueError: apcore knows no annotation 'approval_required'{UNGUARDED}",
+        f"m.py: class Say is left out: ValueError: {PASSED_OVER.format('approval_required')}",
     ),
     "binding's approval": (
         {"m.binding.yaml": bound("m.a", "os.path:join", **SCHEMAS, annotations={"needs-approval": True})}, [],
-        "m.binding.yaml: binding m.a is left out: ValueError: apcore knows no annotation 'needs-approval'"
-        f" (is it requires_approval?){UNGUARDED}",
+        f"m.binding.yaml: binding m.a is left out: ValueError: {PASSED_OVER.format('needs-approval')}",
     ),
     "metadata's approval": (
         {"m.py": A_MODULE, "m_meta.yaml": "annotations: {requiresApproval: true}"}, [],
-        "m.py: class Say is left out: ValueError: apcore knows no annotation 'requiresApproval'"
-        f" (is it requires_approval?){UNGUARDED}",
+        f"m.py: class Say is left out: ValueError: {PASSED_OVER.format('requiresApproval')}",
+    ),
+    "letters in another order": (
+        {"m.py": annotated("{'requires_apporval': True}")}, [],
+        f"m.py: function f is left out: ValueError: {PASSED_OVER.format('requires_apporval')}",
     ),
     "outside of annotations": (
         {"m.py": A_MODULE, "m_meta.yaml": "requires_approval: true"}, [],
-        "m.py: class Say is left out: ValueError: requires_approval in its metadata is none of its annotations:"
-        " apcore passes over it",
+        f"m.py: class Say is left out: ValueError: {PASSED_OVER.format('requires_approval')}",
     ),
     "misspelt annotations": (
         {"m.py": A_MODULE, "m_meta.yaml": "annotation: {requires_approval: true}"}, [],
-        "m.py: class Say is left out: ValueError: annotation in its metadata is none of its annotations:"
-        " apcore passes over it",
+        f"m.py: class Say is left out: ValueError: {PASSED_OVER.format('annotation')}",
     ),
     "list of annotations": (
         {"m.py": A_MODULE + "    annotations = ['requires_approval']\n"}, [],
@@ -479,19 +480,19 @@ FINDINGS = {
     ),
     "function's hint": (
         {"m.py": annotated("{'read_only': True}")}, ["m.f"],
-        "m.py: module m.f: apcore passes over the annotation 'read_only' (is it readonly?), which it does not know",
+        f"m.py: module m.f: {PASSED_OVER.format('read_only')}",
     ),
     "approved all the same": (
         {"m.py": annotated("{'requires_approval': True, 'approval_group': 'ops'}")}, ["m.f"],
-        "m.py: module m.f: apcore passes over the annotation 'approval_group', which it does not know",
+        f"m.py: module m.f: {PASSED_OVER.format('approval_group')}",
     ),
     "class approved all the same": (
         {"m.py": A_MODULE, "m_meta.yaml": "annotations: {requires_approval: true, destructve: true}"}, ["m"],
-        "m.py: module m: apcore passes over the annotation 'destructve' (is it destructive?), which it does not know",
+        f"m.py: module m: {PASSED_OVER.format('destructve')}",
     ),
     "class's hint": (
         {"m.py": A_MODULE + "    annotations = {'colour': 1}\n"}, ["m"],
-        "m.py: module m: apcore passes over the annotation 'colour', which it does not know",
+        f"m.py: module m: {PASSED_OVER.format('colour')}",
     ),
     "no context": (
         {"m.py": A_MODULE.replace("inputs, context", "inputs")}, [],
@@ -505,16 +506,16 @@ FINDINGS = {
     ),
     "generator": (
         {"m.py": A_MODULE.replace("    def", "    async def").replace("return", "yield")}, [],
-        "m.py: class Say is left out: TypeError: its execute() is a generator: it returns a dict, and stream() yields",
+        "m.py: class Say is left out: TypeError: execute() is a generator, which has no result:"
+        " it returns a dict, and stream() yields",
     ),
     "input_shema": (
         {"m.py": A_MODULE.replace("input_schema", "input_shema")}, [],
-        "m.py: class Say is left out: TypeError: its input_schema is neither a pydantic model nor a dict"
-        " (is it input_shema?)",
+        "m.py: class Say is left out: TypeError: its input_schema is neither a pydantic model nor a dict",
     ),
     "excute": (
         {"m.py": A_MODULE.replace("execute", "excute")}, [],
-        "m.py: class Say is left out: TypeError: it has no execute() (is it excute?)",
+        "m.py: class Say is left out: TypeError: it has no execute()",
     ),
     "warned by apcore": (
         {"m.py": annotated("{'cache_ttl': -1}")}, ["m.f"], "m.py: cache_ttl -1 is negative, clamping to 0",
@@ -525,7 +526,8 @@ FINDINGS = {
     ),
     "generator function": (
         {"m.py": FUNCTION.format("m.a", "lazy").replace("return", "yield")}, [],
-        "m.py: function f is left out: TypeError: f() is a generator function, which has no result: return a list",
+        "m.py: function f is left out: TypeError: f() is a generator, which has no result:"
+        " it returns a dict, and stream() yields",
     ),
     "line": (
         {"m.py": "def f():\n    return 1 / 0\n\nf()\n"}, [],
@@ -612,7 +614,7 @@ async def test_a_module_registered_by_hand_is_warned_of_once(caplog: pytest.LogC
         told = [line for line in messages_logged(caplog) if "left out" not in line]
         assert sorted(told) == times * [
             "Module m.call: its execute() does not take (inputs, context): too many positional arguments",
-            "Module m.hint: apcore passes over the annotation 'read_only' (is it readonly?), which it does not know",
+            f"Module m.hint: {PASSED_OVER.format('read_only')}",
         ]
         assert any(line.startswith("Module m.guard is left out: ValueError: ") for line in messages_logged(caplog))
         caplog.clear()
