@@ -2006,25 +2006,20 @@ def _left_out(what: str, messages: list[str], path: str = "") -> Iterator[None]:
         _leave_out(what, f"{_reason(error)}{place}", messages)
 
 
-def _line_in(path: str, error: BaseException | None) -> int | None:
+def _line_in(path: str, error: BaseException) -> int | None:
     """The line of a file at which `error` was raised, as far as its own code went; None where it had no part in it."""
-    while error is not None:
-        if isinstance(error, SyntaxError) and error.filename == path:
-            return error.lineno
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        if lines:
-            return lines[-1]
-        error = error.__cause__
-    return None
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return error.lineno
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return lines[-1] if lines else None
 
 
 def _reason(error: BaseException) -> str:
     """What went wrong with a module, and what that came from if its author said so."""
-    text = f"{type(error).__name__}: {_text_of(error)}"
-    if isinstance(error, SyntaxError):
-        text = f"{type(error).__name__}: {_text_of(error.msg)}"
-    if isinstance(error, PydanticSchemaGenerationError) and repr(CancelToken) in text:  # a Context has one
+    if isinstance(error, PydanticSchemaGenerationError) and repr(CancelToken) in str(error):  # a Context has one
         return "apcore knows its Context in one form: write `context: Context`, without brackets and without None"
+    said = error.msg if isinstance(error, SyntaxError) else error  # without the line, which `_left_out` adds
+    text = f"{type(error).__name__}: {_text_of(said)}"
     if error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {_text_of(error.__cause__)})"
     return text
@@ -2106,7 +2101,7 @@ class _Files:
         self.left_out: list[str] = []  # by the last update, as the WARNINGs say it
         self.warned: list[str] = []  # of what the last update has loaded all the same
         self.checked: set[str] = set()  # the IDs of modules that have been warned of where that is due
-        self._records: list[logging.LogRecord] = []  # of what apcore warns while a file is loaded
+        self._records: list[Any] = []  # of what apcore warns while a file is loaded
         if registry.list():  # what its own `discover()` has loaded stays until its file changes
             self._states = self._seen = self._look()
             self._registered = {self._module_id(path): path for path in self._states}
@@ -2168,7 +2163,8 @@ class _Files:
                 with _left_out(path, self.left_out, path):
                     self._load(path)
                 for record in self._records:
-                    self._warn(path, record.getMessage())
+                    if record.name != _APCORE_DECORATOR:  # of which `_register` tells
+                        self._warn(path, record.getMessage())
                 self._records.clear()
 
     def _load(self, path: str) -> None:
@@ -2212,11 +2208,8 @@ class _Files:
             sys.path.append(folder)
         document = _binding_document(path)
         self._check_state(path)
-        version = document.get("spec_version")
-        if version is None:
-            self._warn(path, "spec_version missing; defaulting to '1.0'")
-        elif version != "1.0":
-            self._warn(path, f"spec_version '{version}' is not '1.0'; proceeding best-effort")
+        if document.get("spec_version") != "1.0":
+            self._warn(path, f"spec_version is {document.get('spec_version')!r}, and apcore knows '1.0'")
         for number, entry in enumerate(document["bindings"], 1):
             name = f"number {number}"
             if isinstance(entry, dict):
@@ -2265,24 +2258,19 @@ class _Files:
             raise TypeError(fault)
         metadata = metadata or {}
         misplaced = [name for name in map(str, metadata) if name in _ANNOTATIONS or re.match("annot(?!ations$)", name)]
+        dropped = [  # of a function's, when apcore made a module of it: only its log tells
+            str(name)
+            for record in self._records
+            if record.name == _APCORE_DECORATOR and record.args[0] == getattr(module, "module_id", None)
+            for name in record.args[1]
+        ]
         annotations = (getattr(module, "annotations", None), metadata.get("annotations"))
-        text = _passed_over(annotations, [*self._dropped_annotations(module), *misplaced])
+        text = _passed_over(annotations, [*dropped, *misplaced])
         if text:
             self._warn(path, f"module {module_id}: {text}")
         self.checked.add(module_id)
         self._registry.register(module_id, module, version, metadata)
         self._registered[module_id] = path
-
-    def _dropped_annotations(self, module: Any) -> list[str]:
-        """The annotations of a function that apcore did not know when it made a module of it: only its log tells."""
-        names: list[str] = []
-        for record in [*self._records]:
-            if record.name == _APCORE_DECORATOR and isinstance(record.args, tuple) and len(record.args) == 2:
-                module_id, dropped = record.args
-                if module_id == getattr(module, "module_id", None) and isinstance(dropped, list):
-                    names += map(str, dropped)
-                    self._records.remove(record)
-        return names
 
     def _warn(self, path: str, text: str) -> None:
         """Warn of what is served, and lets `--check` fail all the same."""
@@ -2405,19 +2393,11 @@ def _run_file(path: str, name: str) -> JSONObject:
     return dict(vars(module))
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """Reads YAML in the types of JSON: a date that is not quoted is a text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
 def _read_yaml(path: str | Path) -> Any:
-    """What a YAML file says, in UTF-8 whatever the locale; apcore's error where it is no YAML."""
+    """What a YAML file says in the types of JSON, so that a date is a text, and in UTF-8 whatever the locale; apcore's
+    error where it is no YAML."""
     try:
-        return yaml.load(Path(path).read_bytes(), _YamlLoader)
+        return to_jsonable_python(yaml.safe_load(Path(path).read_bytes()))
     except yaml.YAMLError as error:
         raise BindingFileInvalidError(file_path=str(path), reason=f"YAML parse error: {error}") from None
 

@@ -522,7 +522,7 @@ FINDINGS = {
     ),
     "no version": (
         {"m.binding.yaml": bound("m.a", "os.path:join", **SCHEMAS).replace('"spec_version": "1.0", ', "")}, ["m.a"],
-        "m.binding.yaml: spec_version missing; defaulting to '1.0'",
+        "m.binding.yaml: spec_version is None, and apcore knows '1.0'",
     ),
     "generator function": (
         {"m.py": FUNCTION.format("m.a", "lazy").replace("return", "yield")}, [],
