@@ -3102,7 +3102,7 @@ def _called_tool(catalog: _ToolCatalog, options: _Options, name: str) -> _Tool:
     return tool
 
 
-# ---- Calls: one running tool call: progress, questions, cancellation, threads; event loop only ----
+# ---- Calls: one running tool call: progress, questions, cancellation, tasks; event loop only ----
 
 
 async def report_progress(
@@ -3715,6 +3715,8 @@ def _begins(call: _Call, context: Context[Any]) -> bool:
     """Whether `context` is that of the tool's own module, and not of what that calls."""
     return context.data.get(_CALL_KEY) is call and len(context.call_chain) == 1
 
+
+# ---- Modules: what apcore's steps run in the calls of a server: threads, functions, outputs; event loop only ----
 
 _THREADS_MAX = 256  # so that slow modules leave room for others
 
