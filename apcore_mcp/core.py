@@ -5698,11 +5698,13 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     limits: dict[str, Any] = {}
     if not options.stateless:
         limits["session_idle_timeout"] = options.session_idle_seconds
-    if "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters:  # from mcp 2.2 on
+    has_limit = "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters  # from mcp 2.2 on
+    if has_limit:
         limits["max_sessions"] = options.max_sessions
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
-    # Private, as nothing public tells of sessions. Without it, many sessions make the end take longer, and that is all.
-    bridge.open_sessions = getattr(sessions, "_server_instances", {})
+    if has_limit:  # before, sessions that have ended stay among them
+        # Private, as nothing public tells of sessions. Without it none are counted, and many make the end take longer.
+        bridge.open_sessions = getattr(sessions, "_server_instances", {})
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
