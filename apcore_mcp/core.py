@@ -5087,6 +5087,7 @@ class _Bridge:
         self.refused = Counter[str]()  # how many HTTP requests were, by status
         self.streams = 0  # that SSE clients have open
         self.open_sessions: Mapping[str, Any] = {}  # of handshake clients: the SDK's transports, by session id
+        self.max_sessions = math.inf  # of these; mcp 2.1 has no limit
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
@@ -5641,7 +5642,7 @@ def _probe_routes(bridge: _Bridge) -> list[BaseRoute]:
         return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
 
     async def ready(request: Request) -> Response:
-        if len(bridge.open_sessions) >= options.max_sessions:
+        if len(bridge.open_sessions) >= bridge.max_sessions:
             return PlainTextResponse(f"No session is free: {options.max_sessions} are open", 503)
         if len(_threads().of_modules.busy) >= _THREADS_MAX:
             return PlainTextResponse(f"No thread is free: {_THREADS_MAX} run modules", 503)
@@ -5698,13 +5699,11 @@ async def _http_app(bridge: _Bridge) -> Starlette:
     limits: dict[str, Any] = {}
     if not options.stateless:
         limits["session_idle_timeout"] = options.session_idle_seconds
-    has_limit = "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters  # from mcp 2.2 on
-    if has_limit:
-        limits["max_sessions"] = options.max_sessions
+    if "max_sessions" in inspect.signature(StreamableHTTPSessionManager).parameters:  # from mcp 2.2 on
+        limits["max_sessions"] = bridge.max_sessions = options.max_sessions
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
-    if has_limit:  # before, sessions that have ended stay among them
-        # Private, as nothing public tells of sessions. Without it none are counted, and many make the end take longer.
-        bridge.open_sessions = getattr(sessions, "_server_instances", {})
+    # Private, as nothing public tells of sessions. Without it, many sessions make the end take longer, and that is all.
+    bridge.open_sessions = getattr(sessions, "_server_instances", {})
     routes: list[BaseRoute] = [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     if options.transport == "sse":
         transport = SseServerTransport("/messages/")
