@@ -60,7 +60,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -2268,6 +2268,11 @@ class _Files:
         text = _passed_over(annotations, [*dropped, *misplaced])
         if text:
             self._warn(path, f"module {module_id}: {text}")
+        if isinstance(module, FunctionModule) and isinstance(module.input_schema, _Model):
+            for parameter in inspect.signature(_function_of(module)).parameters.values():
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    lost = f"*{parameter.name} is no argument of the tool, and empty in each call: take a list"
+                    self._warn(path, f"module {module_id}: {lost}")
         self.checked.add(module_id)
         self._registry.register(module_id, module, version, metadata)
         self._registered[module_id] = path
@@ -3884,17 +3889,19 @@ class _Signature:
     It holds names alone: a type, a default or the function itself would keep the module that it is kept for."""
 
     def __init__(self, module: FunctionModule) -> None:
-        self.contexts: list[str] = []  # the parameters that are given the call's Context
+        hints: JSONObject = {}
+        with suppress(NameError):  # as apcore looks for it
+            hints = get_type_hints(_function_of(module), include_extras=True)
+        # The parameters that are given the call's Context.
+        self.contexts = [name for name, hint in hints.items() if hint is Context and name != "return"]
+        self.hidden: list[str] = []  # those that nobody can send, as `_memo`
         self.positional_only: list[str] = []
         self.filled: list[str] = []  # those whose default is in the model: `limit: int = Field(10, le=50)`
         self.sent_as: dict[str, str] = {}  # of the parameters that do not take what was sent as it is: its name there
         self.reads_others = False  # whether `**kwargs` do not
         if _is_apcores(module.input_schema):
             self._read_hints(module)
-        else:
-            with suppress(NameError):  # as apcore looks for it
-                hints = get_type_hints(_function_of(module), include_extras=True)
-                self.contexts = [name for name, hint in hints.items() if hint is Context and name != "return"]
+        self.returns_dict = _is_apcores(module.input_schema) and hints.get("return", Any) not in (Any, NoneType)
         self.is_wrapped = _is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
         # A model validates as what it is, whatever its aliases; but apcore's redaction looks into dicts alone.
         self.keeps_models = self.is_wrapped and not _has_marks(module, "output_schema")
@@ -3907,8 +3914,8 @@ class _Signature:
         for name, parameter in inspect.signature(function).parameters.items():
             if name in ("self", "cls") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            if name not in fields:
-                self.contexts.append(name)
+            if name not in fields and name not in self.contexts:
+                self.hidden.append(name)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 self.positional_only.append(name)
             if isinstance(parameter.default, FieldInfo):
@@ -3921,6 +3928,22 @@ class _Signature:
 
 
 _SIGNATURES = weakref.WeakKeyDictionary[FunctionModule, _Signature]()
+
+
+_DIGITS = re.compile(r"[+-]?\d+(\.\d*)?")
+
+
+def _is_guessed(sent: object, read: object) -> bool:
+    """Whether pydantic has taken a text of digits for a Unix time, as it does where JSON's numbers are refused."""
+    if isinstance(sent, str):
+        return isinstance(read, date | timedelta) and _DIGITS.fullmatch(sent) is not None
+    if isinstance(sent, dict) and isinstance(read, dict) and len(sent) == len(read):
+        return any(map(_is_guessed, [*sent, *sent.values()], [*read, *read.values()]))
+    if isinstance(sent, list) and isinstance(read, list | tuple):
+        return any(map(_is_guessed, sent, read))
+    if isinstance(sent, dict):
+        return any(_is_guessed(item, getattr(read, name, None)) for name, item in sent.items())
+    return False
 
 
 class _Function:
@@ -3961,6 +3984,9 @@ class _Function:
         """What was sent, by parameters and as their hints say: read as apcore has read it to validate it. What has not
         been sent is left to the function's own defaults, and what it does not take, to its refusal."""
         names = self._signature.sent_as
+        for name in self._signature.hidden:
+            if name in inputs:  # which a function with `**kwargs` would take
+                raise TypeError(f"{name} is no argument")
         values = {name: value for name, value in inputs.items() if name not in names.values()}
         if self._signature.reads_others:
             fields = self._model.model_fields
@@ -3976,6 +4002,9 @@ class _Function:
                 raise TypeError(f"{name} is sent as {names[name]}")
             if name in model.model_fields_set or name in self._signature.filled:
                 values[name] = vars(model)[name]
+                if _is_guessed(inputs.get(names[name]), values[name]):
+                    faults = [_fault([names[name]], "format", "Digits alone are no date and no time")]
+                    raise SchemaValidationError(f"Input validation failed: {faults}", faults)
         return values
 
     def _read_others(self, values: JSONObject) -> JSONObject:
@@ -3993,6 +4022,8 @@ class _Function:
             result = _dumped(result)
         if self._signature.is_wrapped:
             return {"result": result}
+        if result is None and self._signature.returns_dict:  # apcore takes a forgotten `return` for an empty dict
+            raise _RefusedOutput("Output validation failed: None", [_fault([], "type", "Nothing was returned")])
         if result is None:
             return {}
         return result if isinstance(result, dict) else {"result": result}
@@ -4200,7 +4231,8 @@ class _OutputSchema(_View):
         self.is_renamed = False  # whether it was dumped otherwise than the schema describes it
 
     def model_validate(self, data: Any, **options: Any) -> Any:
-        if type(self._schema).__module__ == Registry.__module__:  # what apcore makes of a dict
+        # What apcore makes of a dict, and of the hint `dict[int, str]`: its keys are texts in JSON.
+        if type(self._schema).__module__ == Registry.__module__ or not getattr(self._schema, "model_fields", True):
             return self._schema.model_validate(data, **options)
         try:
             return self._schema.model_validate(self._output, **options)

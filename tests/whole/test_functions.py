@@ -687,3 +687,63 @@ async def test_what_a_result_marks_is_hidden_from_clients_and_from_hooks(hint: A
     assert told in ({"result": hidden}, hidden)
     if version("apcore") != "0.32.0":  # whose redaction for hooks looks into no union
         assert hook.seen[-1] == told
+
+
+class Settings(BaseModel):
+    since: date | None = None
+
+
+# ---- What nobody can send, and what would be an answer that is wrong ----
+
+
+def wipe(path: str, *, _dry_run: bool = False) -> str:
+    return "tried" if _dry_run else "wiped"
+
+
+def memo(n: int, _seen: dict[int, int] = {}, **others: int) -> int:  # noqa: B006  # an idiom
+    return n + len(_seen) + sum(others.values())
+
+
+async def test_a_parameter_that_is_no_argument_keeps_its_default_and_cannot_be_sent() -> None:
+    """apcore's model leaves out names that begin with an underscore."""
+    registry = registry_of_functions(wipe, memo)
+    assert await answer(registry, "wipe", path="x") == {"result": "wiped"}
+    assert await answer(registry, "memo", n=1, more=2) == {"result": 3}
+    assert await answer(registry, "memo", n=1, _seen=2) == "Internal error occurred"
+
+
+@pytest.mark.parametrize("hint", [dict, dict[str, int], Settings], ids=str)
+async def test_a_forgotten_return_is_refused_also_where_an_empty_dict_would_fit(hint: Any) -> None:
+    told = await answer(registry_of_functions(returning(hint, None)), "give")
+    assert told.startswith("Output validation failed (the tool has run)")
+    assert await answer(registry_of_functions(returning(None, None)), "give") == {}
+
+
+@pytest.mark.parametrize("hint", [dict[int, str], dict[Any, str]], ids=str)
+async def test_keys_of_a_dict_are_texts_in_json(hint: Any) -> None:
+    assert await answer(registry_of_functions(returning(hint, {1: "a"})), "give") == {"1": "a"}
+
+
+@pytest.mark.parametrize(
+    ("hint", "sent"),
+    [
+        (datetime, "2026"),
+        (date, "0"),
+        (list[datetime | None], [None, "1700000000"]),
+        (dict[date, str], {"86400": "a"}),
+        (date | str, "0"),
+        (Settings, {"since": "0"}),
+    ],
+    ids=str,
+)
+async def test_digits_alone_are_no_date(hint: Any, sent: Any) -> None:
+    """Pydantic would take them for seconds since 1970, where it refuses the number."""
+    told = await answer(registry_of_functions(hinted(hint)), "keep", value=sent)
+    assert told == "Input validation failed:\n- value: Digits alone are no date and no time (format)"
+
+
+async def test_arguments_that_a_tool_cannot_have_are_warned_of(tmp_path: Path, caplog: Any) -> None:
+    text = "from apcore.decorator import module\n@module\ndef add(*numbers: int) -> int:\n    return sum(numbers)\n"
+    (tmp_path / "m.py").write_text(text)
+    discover(tmp_path)
+    assert "*numbers is no argument of the tool" in caplog.text
