@@ -18,7 +18,7 @@ from conftest import ROOT
 
 import apcore_mcp.core
 
-LINES_MAX = 6_500  # of core.py, all of them
+LINES_MAX = 6_400  # of core.py, all of them
 SOURCE = Path(apcore_mcp.core.__file__).read_text("utf-8")
 BANNERS = [(line, m[1]) for line, text in enumerate(SOURCE.split("\n"), 1) if (m := re.match(r"# ---- (\w+): ", text))]
 
