@@ -1,0 +1,289 @@
+"""Who is asked before a call runs, and what the question shows.
+
+It plugs into apcore's approval gate, as an `ApprovalHandler`: `ElicitationApprovalHandler` asks the user of a call, and
+`handler_in_place()` gives the gates that have no handler one that leaves the decision to the server of each call.
+Without it, apcore would let every call run that needs approval. Nothing here is imported from `core.py`: what a call is
+to these handlers is the protocol `Call`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import time
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
+from apcore.builtin_steps import BuiltinApprovalGate
+from apcore.context import Context
+from apcore.pipeline import ExecutionStrategy
+
+__all__ = ["ElicitationApprovalHandler", "approver_of", "call_of", "handler_in_place"]
+
+logger = logging.getLogger("apcore_mcp")
+
+CONTROL = "system.control."  # begins the ids of apcore's modules that configure and reload the application
+QUESTION_KEY = "approval"  # of the question on the wire
+NOBODY = "nobody can be asked"  # why our own handlers reject a call whose user cannot be asked
+
+
+class Subject(Protocol):
+    """The module that is to run."""
+
+    @property
+    def summary(self) -> str:
+        """What it does, as its tool's description begins."""
+        ...
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Raise apcore's SchemaValidationError for arguments that the module would refuse."""
+        ...
+
+    def shown(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments as plain JSON, with sensitive ones hidden: those that the schema names, and the others."""
+        ...
+
+
+class Call(Protocol):
+    """What a tool call is to the handlers here."""
+
+    label: str  # as lines of the log name it
+    can_ask: bool  # whether its user can be asked now
+    could_ask: bool  # or could at any time before
+    has_forms: bool  # whether its client shows forms
+    parks: bool  # whether its client could be asked if it declared elicitation
+    confirms: bool  # whether the answer comes with a second request, to whichever server
+    confirmation: Any  # that answer; None before it
+    approver: ApprovalHandler | None  # by the `approval=` of its server; None leaves it to apcore
+
+    def owns(self, context: Context[Any]) -> bool:
+        """Whether `context` is that of the tool's own module, and not of what that module calls."""
+        ...
+
+    def subject(self, module_id: str) -> Subject:
+        """The module of that id."""
+        ...
+
+    async def elicit(self, message: str, schema: dict[str, Any], key: str) -> dict[str, Any] | None:
+        """Ask the user, and wait for the answer; None for no answer."""
+        ...
+
+    def content_of(self, answer: Any, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """What `answer`, of a client, says by `schema`; None where it says nothing."""
+        ...
+
+
+# The call that code runs for: modules may call others without passing on their context, also from tasks and threads.
+CURRENT_CALL: contextvars.ContextVar[Any] = contextvars.ContextVar("apcore_mcp_call", default=None)
+CALL_KEY = "_mcp_call"
+
+
+def call_of(context: Context[Any] | None) -> Any:
+    """The tool call that a module runs for, by its context, or without one that of the running code; None where no
+    server was called."""
+    data = None if context is None else context.data.get(CALL_KEY)
+    return data or CURRENT_CALL.get()
+
+
+_FIELD = {"type": "boolean", "title": "Let it run", "default": False}
+_FORM = {"type": "object", "properties": {"approve": _FIELD}, "required": ["approve"]}
+
+
+class ElicitationApprovalHandler:
+    """Asks the user who made a call whether it may run, by elicitation: for the `approval_handler` of an Executor.
+
+    A call is rejected when its user refuses, declines or says nothing for ten minutes, and when its user cannot be
+    asked, as when it did not come through MCP. Source: FR-ANNOT-006."""
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        call: Call | None = call_of(request.context)
+        if call is None:
+            return ApprovalResult("rejected", reason=NOBODY)
+        subject = call.subject(request.module_id)
+        with _decision_time(request, subject):
+            return await self._decide(request, call, subject)
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        """Rejects: a user answers the question, and what a client sends as a token is no answer."""
+        return ApprovalResult("rejected")
+
+    async def _decide(self, request: ApprovalRequest, call: Call, subject: Subject) -> ApprovalResult:
+        confirms = call.confirms and call.owns(request.context)
+        if call.can_ask:
+            answer = await call.elicit(_question(request, subject), _FORM, QUESTION_KEY)
+        elif confirms and call.has_forms and call.confirmation is None:
+            # apcore's own word for it. The router sends the question, and the answer begins the call anew.
+            question = {"message": _question(request, subject), "requestedSchema": _FORM}
+            return ApprovalResult("pending", metadata=question)
+        elif confirms and call.has_forms:
+            answer = call.content_of(call.confirmation, _FORM)
+        else:
+            return self._unasked(request, call, confirms or call.parks)
+        result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
+        logger.info("%s: %s was %s by its user", call.label, request.module_id, result.status)
+        return result
+
+    def _unasked(self, request: ApprovalRequest, call: Call, lacks_capability: bool) -> ApprovalResult:
+        """The decision about a call whose user cannot be asked."""
+        text = "%s: %s is refused, as its user cannot be asked for approval (see approval=, --approval)"
+        logger.warning(text, call.label, request.module_id)
+        return ApprovalResult("rejected", reason=NOBODY, metadata={"lacks_capability": lacks_capability})
+
+
+class _AskOrLetThrough(ElicitationApprovalHandler):
+    """Asks the user who made a call, and lets it through with a WARNING when its user cannot be asked.
+
+    It lets through what apcore would without us: nothing under a strict policy, and none of apcore's control modules,
+    as the caller may be anybody. What is left of a call that has ended, or whose user could be asked, is rejected."""
+
+    def _unasked(self, request: ApprovalRequest, call: Call, lacks_capability: bool) -> ApprovalResult:
+        is_strict = request.context.executor.governance_state().policy_strict
+        if call.could_ask or is_strict or request.module_id.startswith(CONTROL):
+            return super()._unasked(request, call, lacks_capability)
+        text = "%s: %s is let through without approval, as its user cannot be asked"
+        logger.warning(text, call.label, request.module_id)
+        return ApprovalResult("approved")
+
+
+class _ValidFirst:
+    """A user's own handler, which is asked once the arguments are valid: nobody should approve a call that then
+    fails."""
+
+    def __init__(self, handler: ApprovalHandler) -> None:
+        self._handler = handler
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        call: Call = call_of(request.context)
+        with _decision_time(request, call.subject(request.module_id)):
+            return await self._handler.request_approval(request)
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        return await self._handler.check_approval(approval_id)
+
+
+@contextmanager
+def _decision_time(request: ApprovalRequest, subject: Subject) -> Iterator[None]:
+    """While a person decides about valid arguments, the time of the call does not go on."""
+    subject.check(request.arguments)
+    started = time.time()
+    try:
+        yield
+    finally:
+        if request.context.global_deadline is not None:
+            request.context.global_deadline += time.time() - started
+
+
+def approver_of(approval: str | ApprovalHandler) -> ApprovalHandler | None:
+    """Who decides about calls, by the option `approval`; None leaves it to apcore."""
+    if approval == "auto":
+        return _AskOrLetThrough()
+    if approval == "require":
+        return ElicitationApprovalHandler()
+    if approval == "deny":
+        return AlwaysDenyHandler()
+    if isinstance(approval, str):
+        return None
+    return approval if isinstance(approval, ElicitationApprovalHandler) else _ValidFirst(approval)
+
+
+class _ByServer:
+    """The handler of an Executor that has none: the server of each call decides, and several may share the Executor. A
+    call that came to no server runs as it would without us."""
+
+    async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
+        call: Call | None = call_of(request.context)
+        if call is None or call.approver is None:
+            is_strict = request.context.executor.governance_state().policy_strict
+            return ApprovalResult("rejected" if is_strict else "approved")
+        return await call.approver.request_approval(request)
+
+    async def check_approval(self, approval_id: str) -> ApprovalResult:
+        call: Call | None = CURRENT_CALL.get()
+        if call is None or call.approver is None:
+            return ApprovalResult("rejected")
+        return await call.approver.check_approval(approval_id)
+
+
+@contextmanager
+def handler_in_place(strategy: ExecutionStrategy) -> Iterator[None]:
+    """Meanwhile, let the server of each call decide in the approval gates that have no handler of their own."""
+    handler = _ByServer()
+    gates = [step for step in strategy.steps if isinstance(step, BuiltinApprovalGate)]
+    for gate in gates:
+        if gate.handler is None:
+            gate.set_handler(handler)
+    try:
+        yield
+    finally:
+        for gate in gates:
+            if gate.handler is handler:
+                gate.set_handler(None)
+
+
+# ---- The question ----
+
+# What a question shows at most. It says how much it leaves out.
+_ARGUMENTS_MAX = 100
+_CHARACTERS_MAX = 1_000  # of an argument, as JSON
+
+
+def _question(request: ApprovalRequest, subject: Subject) -> str:
+    """What a person is asked about a call: what the module does, what is dangerous about it, and what it is called
+    with, a line for each argument. Those that the schema names come first, however many others the caller sends."""
+    lines = [f"Let {request.module_id} run?"]
+    if subject.summary:
+        lines.append(_first_sentence(subject.summary))
+    if request.annotations.destructive:
+        lines.append("It is annotated as destructive: what it does may not be undone.")
+    known, others = subject.shown(request.arguments)
+    shown = [_line(name, value) for name, value in [*known.items(), *others.items()][:_ARGUMENTS_MAX]]
+    lines.append("Arguments:" if shown else "Arguments: none")
+    lines += shown[: len(known)]
+    if len(shown) > len(known):
+        lines += ["(the module's schema does not name these:)", *shown[len(known) :]]
+    left_out = len(known) + len(others) - len(shown)
+    if left_out:
+        lines.append(f"(arguments left out: {left_out:,})")
+    return "\n".join(lines)
+
+
+def _line(name: str, value: Any) -> str:
+    is_plain = name.isascii() and name.isidentifier() and len(name) <= 100
+    return f"- {name if is_plain else _written(name)}: {_written(value)}"
+
+
+def _written(value: Any) -> str:
+    """Plain JSON as text for a person. One that is too long loses its middle, and says how much that is."""
+    text = json.dumps(value, ensure_ascii=False)
+    half = _CHARACTERS_MAX // 2
+    left_out = len(text) - 2 * half
+    if left_out <= 0:
+        return _visible(text)
+    # Each half in brackets of its own, so that no text can say this of itself.
+    return f"<{_visible(text[:half])}> (characters left out: {left_out:,}) <{_visible(text[-half:])}>"
+
+
+def _visible(text: str) -> str:
+    """`text` with JSON's escapes for all but ASCII, letters and their accents, numbers, punctuation and currency: no
+    other character is sure to be seen, or to be what it looks like."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if _is_visible(char) else json.dumps(char)[1:-1] for char in text)
+
+
+def _is_visible(char: str) -> bool:
+    if char.isascii():
+        return char.isprintable()
+    kind = unicodedata.category(char)
+    return kind[0] in "LNP" or kind in ("Mn", "Mc", "Sc")
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of `text`, in one line. An abbreviation before a small letter, as "e.g.", does not end it."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[^a-z])", paragraph, maxsplit=1)[0]
