@@ -7,26 +7,25 @@
     serve(registry)                    # a complete MCP server: every module is a tool
     tools = to_openai_tools(registry)  # or the same modules for OpenAI's API
 
-Without Python: `python -m apcore_mcp --extensions-dir ./extensions`. Everything is in `core.py`.
+Without Python: `python -m apcore_mcp --extensions-dir ./extensions`.
+`core.py` is the bridge; what stands beside it says what it is in its first lines.
 """
 
 __version__ = "1.0.0"
 
+from .approval import ElicitationApprovalHandler
 from .core import (
     MCP_ELICIT_KEY,
     MCP_PROGRESS_KEY,
-    ElicitationApprovalHandler,
     MCPServer,
     async_serve,
-    discover,
     elicit,
-    from_openai_call,
-    from_openai_name,
     report_progress,
-    run_openai_call,
     serve,
     to_openai_tools,
 )
+from .discovery import discover
+from .openai import from_openai_call, from_openai_name, run_openai_call
 
 __all__ = ["MCPServer", "async_serve", "discover", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
 # What a module may use, which stays callable without a server.
