@@ -67,7 +67,7 @@ from jsonschema import Draft202012Validator
 from jsonschema import ValidationError as InvalidValue
 from jsonschema.exceptions import best_match
 from jsonschema.validators import extend
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError, create_model
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_json, to_jsonable_python
@@ -317,7 +317,6 @@ _WITH_SCHEMAS = _SCHEMA_MAPS.union(
     "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
     " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
 )
-_VALUES = frozenset("const enum default examples".split())  # hold data
 _CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # other keywords describe a value and constrain nothing
 _OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
 # The keywords whose schemas JSON Schema applies in place: to the very value that the schema around them applies to.
@@ -455,6 +454,13 @@ def _is_mark(schema: JSONSchema) -> bool:
 def marks_sensitive(schema: JSONSchema) -> bool:
     """Whether anything in `schema` is marked as sensitive."""
     return any(map(_is_mark, subschemas(schema)))
+
+
+def _mentions_mark(part: Any) -> bool:
+    """Whether anything in it looks like a mark, wherever it stands: of what no reference can be followed in."""
+    if isinstance(part, dict):
+        return _is_mark(part) or any(map(_mentions_mark, part.values()))
+    return isinstance(part, list) and any(map(_mentions_mark, part))
 
 
 class _SchemaConverter:
@@ -649,7 +655,7 @@ def _marks_in_form(schema: JSONSchema) -> JSONSchema:
     try:
         return _marks(_SchemaConverter().inline(schema))
     except _Unconvertible:
-        return {"x-sensitive": True} if marks_sensitive(schema) else {}
+        return {"x-sensitive": True} if _mentions_mark(schema) else {}
 
 
 # What is marked in the models and dict schemas of modules; nothing is kept of a class that is gone.
@@ -794,7 +800,10 @@ class RefusedOutput(errors.SchemaValidationError):
 
     def __init__(self, faults: list[dict[str, str]], output: Any) -> None:
         kind = f"{type(output).__module__}.{type(output).__qualname__}"
-        super().__init__(f"Output validation failed: {faults} (it is a {kind})", faults)
+        places = ", ".join(
+            f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults
+        )  # messages quote values
+        super().__init__(f"Output validation failed: {places} (it is a {kind})", faults)
 
 
 def _not_json(error: Exception) -> ModuleError:
@@ -809,17 +818,17 @@ class _OwnError(ModuleError):
 def _unknown(value: Any) -> Any:
     """What is written for an object that nothing describes: its text (FR-EXEC-002).
 
-    TypeError, which names the type, where that would say less than the object is: a callable, what can be count,
-    iterated over or collected (a frame, a generator), and what has no text but its address."""
+    TypeError, which names the type, where that would say less than the object is: a callable, what can be counted,
+    iterated over or collected (a frame, a generator), and what has no text but its address or `<NA>`."""
     text = str(value)
     says_less = callable(value) or any(hasattr(value, name) for name in ("__len__", "__iter__", "collect"))
-    if says_less or re.fullmatch(r"<.* at 0x[0-9A-Fa-f]+>+", text, re.DOTALL):
+    if says_less or re.fullmatch(r"<.*>", text, re.DOTALL):
         raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
     return text
 
 
 def _without_numpy(value: Any) -> Any:
-    """Copy containers with the values of NumPy's arrays and scalars; of moments, which NumPy counts, their ISO text. A
+    """Copy containers with the values of NumPy's arrays and scalars; moments and durations are Python's. A
     frame or a Series is none of them: it has an index beside its values."""
     if isinstance(value, dict):
         return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
@@ -827,8 +836,10 @@ def _without_numpy(value: Any) -> Any:
         return type(value)(map(_without_numpy, value))
     if not hasattr(value, "tolist") or hasattr(value, "index"):
         return value
-    is_moment = getattr(getattr(value, "dtype", None), "kind", "") == "M"
-    return _without_numpy((value.astype(str) if is_moment else value).tolist())
+    dtype = str(getattr(value, "dtype", ""))
+    if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
+        value = value.astype(dtype.replace("ns", "us"))
+    return _without_numpy(value.tolist())
 
 
 def _name_in_json(key: Any) -> str:
@@ -839,11 +850,12 @@ def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the r
     """Copy `value` into plain JSON types by JSON's rules: dates become ISO text, enums their values, bytes base64.
 
     A Decimal is a number where `schemas` ask for one. ValueError for what JSON cannot say, with its `place`."""
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal) and value.is_finite():
         types = {name for schema in schemas for name in types_of(schema)}
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
     value = _without_numpy(value.value if isinstance(value, Enum) else value)
-    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, date) and value != value):  # NaT
+    is_nat = isinstance(value, date) and value != value  # pandas' missing date
+    if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
     if value is None or type(value) in (str, bool, int, float):
         return value
@@ -911,6 +923,9 @@ def _is_open(schema: JSONSchema) -> bool:
     return is_any or is_bytes or schema.get("additionalProperties") is True
 
 
+_CHECKS = ConfigDict(revalidate_instances="always", arbitrary_types_allowed=True)
+
+
 class _Output:
     """What a module gives: checked by what declares it, and written once, in the form that `schema` describes.
 
@@ -924,17 +939,19 @@ class _Output:
         self._adapter: TypeAdapter[Any] | None = None
         schema = descriptor.output_schema
         if function is not None and get_origin(function.returns) is dict:
-            self._adapter = TypeAdapter(function.returns, config=ConfigDict(arbitrary_types_allowed=True))
+            self._adapter = TypeAdapter(function.returns, config=_CHECKS)
             schema = _written_form(function.returns, self._adapter)
         elif isinstance(self._declared, _Model) and (function is None or function.returns is not dict):
             self._adapter = TypeAdapter(self._declared)
+            if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
+                self._adapter = TypeAdapter(create_model("Result", __config__=_CHECKS, result=(function.returns, ...)))
             schema = _written_form(self._declared, self._adapter)
         self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be
         self.fault = ""  # why it cannot be
         try:
             self.schema = _SchemaConverter(self._declared if self._adapter else None).inline(schema)
         except _Unconvertible as error:
-            if marks_sensitive(schema):
+            if _mentions_mark(schema):
                 raise
             self.fault = str(error)
         # What JSON Schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
@@ -997,7 +1014,8 @@ class _Output:
             return adapter.validate_python(plain, strict=True)
         except ValidationError as error:
             with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
-                return adapter.validate_json(to_json(plain, bytes_mode="utf8"), strict=True)
+                if not _marks_in(output):  # what another type marks would be sent
+                    return adapter.validate_json(to_json(plain, bytes_mode="utf8"), strict=True)
             is_wrapped = self._function is not None and self._function.is_wrapped
             raise RefusedOutput(_pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
 
@@ -1347,6 +1365,7 @@ class _ResultMapper:
     def to_text(self, chunk: Any) -> str:
         """A chunk of a stream as JSON text, with marked values hidden."""
         marks = [*self.tool.marks, _marks_in(chunk)] if self.tool.redacts else []
+        chunk = {name: value for name, value in chunk.items() if name not in self.tool.media}  # the result has them
         try:
             return to_json(redact(_as_json(chunk), *marks)).decode()
         except Exception as error:  # a module's own __str__ may raise anything
@@ -1442,7 +1461,9 @@ def label_of(name: str, caller: Identity | None) -> str:
 
 def has_marks(module: Any, side: Literal["input", "output"]) -> bool:
     """Whether a module marks anything of its input or output as sensitive."""
-    return bool(marks_of(getattr(module, f"{side}_schema", None)))
+    function = function_of(module) if side == "output" else None
+    marks = marks_of(getattr(module, f"{side}_schema", None))
+    return bool(marks) or (function is not None and bool(_marks_in_form(_written_form(function.returns))))
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -1529,7 +1550,7 @@ class _ErrorMapper:
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
-            found = re.search(r"(nan|-?inf|NaN|-?Infinity|two keys are '.*' in JSON) at .*", error.message)
+            found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
             text += f": {found[0]}" if found else ""
         if is_own and not is_withheld and error.code not in errors.ErrorCodeRegistry().all_codes:
             # The code and so the advice are the module's own; apcore's advice may name modules and callers.
@@ -2505,7 +2526,13 @@ class ExecutionRouter:
             question = {"method": "elicitation/create", "params": {"mode": "form", **error.result.metadata}}
             asked = {QUESTION_KEY: question}
             return {"resultType": "input_required", "requestState": QUESTION_KEY, "inputRequests": asked}
-        modules = call.modules.values()
+        modules = [*call.modules.values()]
+        cause: BaseException | None = error
+        while cause is not None:  # what another Executor has run is known by apcore's errors alone
+            details = getattr(cause, "details", None)
+            chain = details.get("call_chain") if isinstance(details, dict) else None
+            modules += map(self.options.registry.get, chain if isinstance(chain, list) else ())
+            cause = cause.__context__
         mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, trace_id, self.options.mask_errors)
         result = mapper.to_result(error)
         denied = error.result if isinstance(error, errors.ApprovalDeniedError) else None
@@ -2609,7 +2636,6 @@ class Bridge:
             version=options.version or __version__,
             instructions=options.instructions,
             on_list_tools=self._list_tools,
-            on_call_tool=self.router.handle_call,
             on_list_resources=self._list_resources,
             on_list_resource_templates=self._list_resource_templates,
             on_read_resource=self._read_resource,
@@ -2940,6 +2966,7 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
 def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
     """ASGI middleware before everything else, as probes need no login and no name: whether the server is alive,
     `/health` (FR-HEALTH-001), and whether it can take on more, `/ready`."""
+    from starlette.middleware.exceptions import ExceptionMiddleware
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Route, Router
 
@@ -2960,7 +2987,8 @@ def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
             reason = f"{THREADS_MAX} threads run modules"
         return PlainTextResponse(f"Not ready: {reason}", 503) if reason else PlainTextResponse("Ready")
 
-    return Router([Route("/health", health), Route("/ready", ready)], default=app, redirect_slashes=False)
+    probes = [Route("/health", health), Route("/ready", ready)]
+    return ExceptionMiddleware(Router(probes, default=app, redirect_slashes=False))  # 405 is raised
 
 
 def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
@@ -3093,7 +3121,9 @@ def take_standard_streams() -> tuple[int, int]:
     with open(os.devnull, "r+b", 0) as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno() if sys.__stderr__ is None else 2, 1)
-    sys.__stdout__.reconfigure(line_buffering=True, errors="backslashreplace")  # as stderr, which it is now
+    with suppress(OSError):  # where it was a file, whose position is asked for when all is set
+        sys.__stdout__.reconfigure(errors="backslashreplace")  # as stderr, which it is now
+    sys.__stdout__.reconfigure(line_buffering=True)
     return duplicates
 
 

@@ -117,7 +117,7 @@ def _run_file(path: str, name: str) -> dict[str, Any]:
 
 def _defined_in(contents: dict[str, Any]) -> list[Any]:
     """The functions and classes that a file itself defines, each once, whatever names it has."""
-    values = [value for value in contents.values() if inspect.isfunction(value) or inspect.isclass(value)]
+    values = [value for value in contents.values() if inspect.isroutine(value) or inspect.isclass(value)]
     return list(dict.fromkeys(value for value in values if value.__module__ == contents["__name__"]))
 
 
@@ -273,6 +273,9 @@ class Folder(Registry):
             raise ValueError("its metadata describes a module class, and it defines none")
         for function in functions:
             with self._fence(f"{path}: function {function.__name__}"):
+                inner = getattr(function, "__wrapped__", None)
+                if getattr(inner, "apcore_module", None) is function.apcore_module:
+                    raise TypeError("the decorator above @module would not run: put @module above all others")
                 name = function.apcore_module.module_id.removeprefix(f"{_PACKAGE}.")
                 self._register(path, name, function.apcore_module, {})
         for cls in classes:
