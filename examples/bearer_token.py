@@ -1,10 +1,8 @@
-"""Who is calling: Starlette's middleware checks a bearer token, and apcore's ACL decides what its owner may run.
+"""Who is calling decides which tools there are. Run: python examples/bearer_token.py
 
-    python examples/bearer_token.py
-
-One rule asks for a role that Ann has and Bob has not, another lets everybody ring. A client with each one's token lists
-the tools that it is offered and opens the door all the same, and so does one without a token. A token that nobody has
-is answered with 401.
+Starlette's middleware checks a bearer token, and apcore's ACL decides what its owner may run. One rule asks for a role
+that Ann has and Bob has not, another lets everybody ring. A client with each one's token lists the tools that it is
+offered and opens the door all the same, and so does one without a token. A token that nobody has is answered with 401.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""A tool call is a conversation: it reports, it asks, it needs approval. This client answers.
+"""Tools report progress, ask and need approval, and a client answers. Run: python examples/conversation.py
 
-python examples/conversation.py            # MCP 2026-07-28
-python examples/conversation.py legacy     # the same by the handshake protocol
+With `legacy` behind it, client and server speak as they did before MCP 2026-07-28.
 """
 
 import asyncio

@@ -1,10 +1,11 @@
-"""A login that holds: an OAuth 2.1 resource server before the tools, of the MCP SDK's parts and PyJWT.
+"""A login before your tools, by OAuth 2.1. Run: python examples/login.py with a folder, an issuer and a resource, as in
 
     python examples/login.py --extensions-dir examples/extensions --port 8000 --issuer https://login.example.com \
         --resource https://tools.example.com/mcp --scopes tools
 
-One file, to run or to copy. It needs nothing that this package does not bring: PyJWT with `cryptography`, httpx2 and
-Starlette come with `mcp`. In a program of your own, import `login` and pass what it returns:
+One file, to run or to copy: a resource server of the MCP SDK's parts and PyJWT. It needs nothing that this package does
+not bring: PyJWT with `cryptography`, httpx2 and Starlette come with `mcp`. In a program of your own, import `login` and
+pass what it returns:
 
     serve(Executor(registry, acl=...), transport="streamable-http", middleware=login(issuer, resource, ["tools"]))
 
@@ -376,6 +377,7 @@ def main() -> None:
     parser.add_argument("--stateless", action="store_true", help="keep no sessions, for several servers as one")
     parser.add_argument("--shutdown-seconds", type=float, default=5.0, help="what running calls have when it ends")
     parser.add_argument("--explorer", action="store_true", help="serve the Tool Explorer, and let it run tools")
+    parser.add_argument("--access-log", action="store_true", help="log a line for each call that ends")
     parser.add_argument("--log-config", metavar="FILE", help="JSON for logging.config.dictConfig")
     arguments = parser.parse_args()
     resource = arguments.resource or f"http://127.0.0.1:{arguments.port}/mcp"
@@ -398,6 +400,7 @@ def main() -> None:
             explorer=arguments.explorer,
             allow_execute=arguments.explorer,
             on_startup=tell_systemd,
+            access_log=arguments.access_log,
             log_level=None if arguments.log_config else "INFO",
         )
     except (ValueError, OSError) as error:

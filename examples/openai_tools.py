@@ -1,6 +1,4 @@
-"""The same modules for OpenAI's API: what to send, and what to do with the call that comes back.
-
-    python examples/openai_tools.py
+"""Tools for OpenAI's API, and the call that a model sends back. Run: python examples/openai_tools.py
 
 Nothing here needs the `openai` package or a network: the model's answer is a recorded one.
 """

@@ -1,7 +1,4 @@
-"""The five-minute proof: start the server as a client would, list its tools, call two of them.
-
-python examples/quickstart.py
-"""
+"""A client starts the server, lists its tools and calls two. Run: python examples/quickstart.py"""
 
 import asyncio
 import sys

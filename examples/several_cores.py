@@ -1,4 +1,4 @@
-r"""Several cores or machines: as many processes as there are, which share nothing, under an ASGI server.
+r"""Several processes serve one port, for several cores or machines. Run: granian, or gunicorn, from the repository:
 
     granian --working-dir examples --interface asgi --workers 4 --respawn-failed-workers --workers-kill-timeout 5 \
         several_cores:app
