@@ -30,6 +30,9 @@ _ENVELOPE = {
     "io.modelcontextprotocol/clientInfo": _CLIENT,
     "io.modelcontextprotocol/clientCapabilities": {},
 }
+_TAKING_TASKS = {
+    "io.modelcontextprotocol/clientCapabilities": {"extensions": {"io.modelcontextprotocol/tasks": {}}},
+}
 _HEAD = (
     "POST /mcp HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
     "Accept: application/json, text/event-stream\r\nMCP-Protocol-Version: {version}\r\n"
@@ -47,6 +50,7 @@ class Server:
     models: bool = False
     http: bool = False  # in the 2026-07-28 era; else stdio in this one:
     era: str = HANDSHAKE
+    tasks: bool = False  # whether the client declares that it takes tasks, in the 2026-07-28 era
     tree: Path | None = None  # where `apcore_mcp` is imported from, when not from here
 
 
@@ -182,7 +186,8 @@ class Side:
 
     def _message(self, method: str, params: dict[str, Any] | None = None) -> bytes:
         self._next_id += 1
-        params = {**(params or {}), **({"_meta": _ENVELOPE} if self._is_modern else {})}
+        envelope = {**_ENVELOPE, **(_TAKING_TASKS if self.server.tasks else {})}
+        params = {**(params or {}), **({"_meta": envelope} if self._is_modern else {})}
         message = {"jsonrpc": "2.0", "id": self._next_id, "method": method, "params": params}
         return json.dumps(message).encode() + b"\n"
 
