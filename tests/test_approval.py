@@ -17,11 +17,11 @@ from datetime import date
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import httpx
 import pytest
-from apcore import ACL, APCore, Config, Context, ExecutionPolicy, Executor, FunctionModule, ModuleAnnotations
+from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, FunctionModule, ModuleAnnotations
 from apcore import Middleware as ExecutorMiddleware
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
@@ -32,19 +32,20 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
 from mcp_types import ElicitResult, InputRequiredResult, ListRootsResult
-from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic.dataclasses import dataclass
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import DENIED, REDACTED, UNASKED, Wire, accept, ask, asking, guarded, messages_logged, modern, text_of
+from support import DENIED, UNASKED, Wire, accept, ask, asking, guarded, messages_logged, modern, text_of
 
 from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
 
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
 LACKS_ELICITATION = (-32021, {"requiredCapabilities": {"elicitation": {"form": {}}}})
-REFUSED = "wipe is refused: its user cannot be asked for approval (see approval=, --approval)"
+REFUSED = "wipe: wipe is refused, as its user cannot be asked for approval (see approval=, --approval)"
+LET_THROUGH = "wipe: wipe is let through without approval, as its user cannot be asked"
 
 
 async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None = None) -> Any:
@@ -61,8 +62,8 @@ def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     return Executor(registry_of({"wipe": guarded(ran)}), **options), ran
 
 
-async def test_what_a_sync_module_calls_without_its_context_needs_approval_inside_a_host_too() -> None:
-    """The threads of a host's event loop copy no context variables."""
+async def test_sync_modules_in_a_host_need_approval() -> None:
+    """Also for what they call without their context."""
     executor, ran = wiping()
     sync = FunctionalModule(lambda inputs, context: executor.call("wipe", inputs))
     executor.registry.register("sync", sync)
@@ -83,7 +84,7 @@ async def test_what_a_sync_module_calls_without_its_context_needs_approval_insid
     ],
     ids=["auto", "require", "deny", "off", "default"],
 )
-async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
+async def test_a_call_runs_if_mode_and_user_say_so(
     mode: str, options: dict[str, str], expected: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, ran = wiping()
@@ -101,15 +102,15 @@ async def test_a_call_that_needs_approval_runs_if_the_mode_and_the_user_say_so(
                 refusal = LACKS_ELICITATION if mode == MODERN else UNASKED
             assert outcome == ('{"ran":true}' if ran else refusal)
             told = {
-                "wipe is let through without approval: its user cannot be asked": "warns" in happens,
+                LET_THROUGH: "warns" in happens,
                 REFUSED: happens == "unasked",
             }
-            decisions = [text for text in messages_logged(caplog) if text.startswith("wipe is")]
+            decisions = [text for text in messages_logged(caplog) if text.startswith("wipe: ")]
             assert decisions == [text for text, is_logged in told.items() if is_logged]
 
 
-@pytest.mark.parametrize("door", [serve, async_serve, MCPServer])
-def test_every_door_requires_an_answer_by_default(door: Any) -> None:
+@pytest.mark.parametrize("door", [serve, async_serve])
+def test_doors_require_approval_by_default(door: Any) -> None:
     assert inspect.signature(door).parameters["approval"].default == "require"
 
 
@@ -124,7 +125,7 @@ def controlled(**options: Any) -> APCore:
 
 
 @pytest.mark.parametrize(("user", "disabled"), [("yes", True), ("no", False), ("cannot", False)])
-async def test_who_cannot_be_asked_does_not_control_the_application(
+async def test_nobody_controls_the_application_unasked(
     user: str, disabled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither by apcore's own control modules nor by a module that calls them."""
@@ -151,7 +152,7 @@ async def test_who_cannot_be_asked_does_not_control_the_application(
     [({}, False, True), ({"approval": "deny"}, False, False), ({}, True, False)],
     ids=["asks", "denied", "strict"],
 )
-def test_a_start_says_that_anybody_may_control_the_application(
+def test_a_start_warns_of_unprotected_control_modules(
     options: dict[str, Any], strict: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = controlled(policy=ExecutionPolicy(strict=strict)).executor
@@ -179,7 +180,7 @@ class Judge:
         return ApprovalResult(status="approved")
 
 
-async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_stay_here() -> None:
+async def test_a_handler_decides_and_its_reasons_stay_here() -> None:
     (executor, ran), judge = wiping(), Judge("approved")
     arguments, asked = asking(REFUSE)
     async with connect(executor, client=arguments, approval=judge) as client:
@@ -202,9 +203,7 @@ async def test_an_approval_handler_decides_in_the_users_place_and_its_reasons_st
         ("deny", ElicitationApprovalHandler(), "cannot", 0, 0),
     ],
 )
-async def test_an_executor_keeps_the_approval_handler_it_came_with(
-    approval: str, handler: Any, user: str, runs: int, asks: int
-) -> None:
+async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, user: str, runs: int, asks: int) -> None:
     """Also where that is the one that asks the user, of a server or of nobody."""
     executor, ran = wiping(approval_handler=handler)
     arguments, asked = asking(EVERYONE[user])
@@ -216,7 +215,7 @@ async def test_an_executor_keeps_the_approval_handler_it_came_with(
             await executor.call_async("wipe", {})
 
 
-async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
+async def test_a_clients_approval_token_is_no_answer() -> None:
     executor, ran = wiping()
     async with connect(executor, client=asking(REFUSE)[0]) as client:
         for token in ("token", "", 7, None):
@@ -224,7 +223,7 @@ async def test_a_client_that_sends_an_approval_token_gains_nothing() -> None:
     assert ran == []
 
 
-def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None:
+def test_a_lacking_capability_is_a_bad_request() -> None:
     """MCP 2026-07-28: -32021 goes with HTTP 400; also of a module that another one calls."""
     below = FunctionalModule(lambda inputs, context: context.executor.call("wipe", inputs, context))
     with serving(registry_of({"wipe": guarded([]), "below": below}), approval="require") as url:
@@ -235,7 +234,7 @@ def test_a_call_that_lacks_a_capability_of_its_client_is_a_bad_request() -> None
 
 
 @pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), (AutoApproveHandler(), 1)])
-async def test_each_server_of_one_executor_decides_about_its_own_calls(first: Any, runs: int) -> None:
+async def test_each_server_decides_about_its_own_calls(first: Any, runs: int) -> None:
     executor, ran = wiping()
     async with connect(executor, approval="deny") as second:
         async with connect(executor, approval=first) as client:
@@ -247,9 +246,7 @@ async def test_each_server_of_one_executor_decides_about_its_own_calls(first: An
 
 
 @pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "yes", 1)])
-async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_approval_too(
-    approval: str, user: str, runs: int
-) -> None:
+async def test_calls_without_context_or_from_threads_need_approval(approval: str, user: str, runs: int) -> None:
     executor, ran = wiping()
 
     async def alone(inputs: dict[str, Any], context: Any) -> Any:
@@ -274,7 +271,7 @@ async def test_what_a_module_calls_without_its_context_or_from_a_thread_needs_ap
 
 @pytest.mark.parametrize("user", ["yes", "cannot"])
 @pytest.mark.parametrize("approval", ["require", "auto"])
-async def test_what_a_module_leaves_running_is_refused_once_its_call_has_ended(approval: str, user: str) -> None:
+async def test_what_outlives_its_call_is_refused(approval: str, user: str) -> None:
     """Nobody waits for it who could be asked, and that does not make it run."""
     executor, ran = wiping()
     answered, outcomes = threading.Event(), queue.Queue[object]()
@@ -303,9 +300,7 @@ async def test_what_a_module_leaves_running_is_refused_once_its_call_has_ended(a
 
 
 @pytest.mark.parametrize("user", ["yes", "cannot"])
-async def test_a_sync_module_that_outlives_its_timeout_runs_nothing_more_that_needs_approval(
-    mode: str, user: str
-) -> None:
+async def test_a_thread_past_its_timeout_is_refused(mode: str, user: str) -> None:
     executor, ran = wiping(config=Config(data={"executor": {"default_timeout": 50}}))
     answered, outcomes = threading.Event(), queue.Queue[object]()
 
@@ -328,7 +323,7 @@ async def test_a_sync_module_that_outlives_its_timeout_runs_nothing_more_that_ne
     assert (ran, asked) == ([], [])
 
 
-async def test_a_client_that_could_be_asked_is_not_let_through_once_it_says_that_it_cannot() -> None:
+async def test_who_could_be_asked_is_not_let_through() -> None:
     """The capabilities of the request count that a call answers: here the retry, which brings an answer."""
     executor, ran = wiping()
 
@@ -350,23 +345,25 @@ async def test_a_client_that_could_be_asked_is_not_let_through_once_it_says_that
 
 
 @pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
-async def test_auto_lets_through_only_what_apcore_would_and_what_comes_later_counts(user: str, runs: int) -> None:
-    """A strict policy, then a handler."""
+async def test_auto_obeys_a_strict_policy_and_a_handler(user: str, runs: int) -> None:
+    """Both set while the server runs. It is the handler of the Executor meanwhile, and not after its end."""
     executor, ran = wiping()
     async with connect(executor, client=asking(EVERYONE[user])[0], approval="auto") as client:
         executor.set_policy(ExecutionPolicy(strict=True))
         told = await outcome_of(client, "wipe")
         assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if user == "cannot" else DENIED)
-        assert not executor.governance_state().approval_handler_configured
         with pytest.raises(ApprovalDeniedError):
             await executor.call_async("wipe", {})
-        executor.set_approval_handler(Judge("approved"))
         assert executor.governance_state().approval_handler_configured
+    assert not executor.governance_state().approval_handler_configured
+    async with connect(executor, approval="deny") as client:
+        executor.set_approval_handler(Judge("approved"))
         assert await outcome_of(client, "wipe") == '{"ran":true}'
+    assert executor.governance_state().approval_handler_configured
     assert len(ran) == runs + 1
 
 
-async def test_a_gate_of_the_users_own_stays_what_it_is_and_who_holds_it_decides() -> None:
+async def test_a_users_own_gate_stays_in_place() -> None:
     """Also about what does not need approval, and about who comes later."""
     passed = []
 
@@ -386,41 +383,6 @@ async def test_a_gate_of_the_users_own_stays_what_it_is_and_who_holds_it_decides
     assert passed == ["wipe", "purge", "wipe"]
 
 
-async def test_a_gate_of_the_users_own_hears_what_its_executor_is_given_and_says_what_it_has() -> None:
-    """Also a gate that keeps its handler in a way of its own, behind apcore's two public names for it."""
-
-    class Gate(BuiltinApprovalGate):
-        on_duty: Any = None
-
-        def set_handler(self, handler: Any) -> None:
-            self.on_duty = handler
-
-        @property
-        def handler(self) -> Any:
-            return self.on_duty
-
-        async def execute(self, ctx: Any) -> Any:
-            super().set_handler(self.on_duty)
-            return await super().execute(ctx)
-
-    registry = registry_of({"wipe": guarded([])})
-    strategy, gate, policy = build_standard_strategy(registry=registry), Gate(), ExecutionPolicy(strict=True)
-    gate.timeout_ms = 60_000
-    strategy.replace("approval_gate", gate)
-    executor = Executor(registry, strategy=strategy)
-    async with connect(executor, approval="deny") as client:
-        assert await outcome_of(client, "wipe") == DENIED
-        assert (gate.on_duty, executor.governance_state().approval_handler_configured) == (None, False)
-        executor.set_approval_handler(AutoApproveHandler())
-        executor.set_policy(policy)
-        assert (type(gate.on_duty), gate.policy) == (AutoApproveHandler, policy)
-        state = executor.governance_state()
-        assert state.approval_handler_configured
-        (step,) = [step for step in executor.current_strategy.steps if step.name == "approval_gate"]
-        assert getattr(step, "timeout_ms", 0) == 60_000
-        assert await outcome_of(client, "wipe") == '{"ran":true}'
-
-
 class Wipe(BaseModel):
     disk: str
     passes: int = Field(1, ge=1)
@@ -432,16 +394,15 @@ WRONG = {"disk": ["sda"], "passes": 0}
 
 @pytest.mark.parametrize("schema", [Wipe, {"type": "object", **WIPE}], ids=["model", "dict"])
 @pytest.mark.parametrize("validate_inputs", [False, True], ids=["", "validate_inputs"])
-async def test_nobody_is_asked_about_arguments_that_the_module_would_refuse(schema: Any, validate_inputs: bool) -> None:
-    """By whatever handler, of the server or of the Executor; and the caller is told what is wrong as ever."""
+async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inputs: bool) -> None:
+    """Neither the user nor a handler of the server's; and the caller is told what is wrong as ever."""
     ran: list[dict[str, Any]] = []
     plain, gated = guarded(ran, input_schema=schema, annotations=None), guarded(ran, input_schema=schema)
     judge = Judge("approved")
     arguments, asked = asking(APPROVE)
-    for options, approval in ({}, "require"), ({}, judge), ({"approval_handler": judge}, "auto"):
-        executor = Executor(registry_of({"plain": plain, "gated": gated}), **options)
+    for approval in ("require", judge):
         served = {"approval": approval, "validate_inputs": validate_inputs}
-        async with connect(executor, client=arguments, **served) as client:
+        async with connect({"plain": plain, "gated": gated}, client=arguments, **served) as client:
             refusal = await client.call_tool("gated", WRONG)
             assert text_of(refusal) == text_of(await client.call_tool("plain", WRONG))
             assert re.findall(r"\n- (\w+):", text_of(refusal)) == ["disk", "passes"]
@@ -450,16 +411,7 @@ async def test_nobody_is_asked_about_arguments_that_the_module_would_refuse(sche
         ran.clear(), asked.clear(), judge.asked.clear()
 
 
-async def test_who_may_not_call_a_module_is_told_so_and_not_what_it_would_take() -> None:
-    registry = registry_of({"wipe": guarded([], input_schema=Wipe)})
-    executor = Executor(registry, acl=ACL(rules=[], default_effect="deny"))
-    arguments, asked = asking(APPROVE)
-    async with connect(executor, client=arguments) as client:
-        assert await outcome_of(client, "wipe", WRONG) == "Access denied"
-    assert asked == []
-
-
-async def test_what_modules_call_is_checked_too_before_anybody_is_asked() -> None:
+async def test_nested_calls_are_checked_before_anybody_is_asked() -> None:
     """With their context or without, and from threads."""
     executor = Executor(registry_of({"wipe": guarded([], input_schema=Wipe)}))
     failures: list[Exception] = []
@@ -488,27 +440,21 @@ async def test_what_modules_call_is_checked_too_before_anybody_is_asked() -> Non
             assert (len(failures), asked) == (number, [])
 
 
-async def test_a_pipeline_that_lets_invalid_arguments_through_still_does() -> None:
-    """Where an operator has said that validation only warns, or is for some modules only."""
-    for setting, value in (("ignore_errors", True), ("match_modules", ("other.*",)), ("timeout_ms", 0)):
-        executor, ran = wiping()
-        executor.registry.unregister("wipe")
-        executor.registry.register("wipe", guarded(ran, input_schema=Wipe))
-        (step,) = [step for step in executor.current_strategy.steps if step.name == "input_validation"]
-        setattr(step, setting, value)
-        async with connect(executor, client=asking(APPROVE)[0]) as client:
-            await outcome_of(client, "wipe", WRONG)
-        assert len(ran) == (setting != "timeout_ms")
+async def test_the_time_to_approve_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = 0.0
+    now = time.time
 
-
-async def test_what_a_person_takes_to_approve_does_not_count_against_the_call() -> None:
-    async def callback(context: Any, params: Any) -> ElicitResult:
-        await asyncio.sleep(0.3)
+    def answer(params: Any) -> ElicitResult:
+        nonlocal waited
+        waited = 100
         return APPROVE
 
-    executor = Executor(registry_of({"wipe": guarded([])}), config=Config(data={"executor": {"global_timeout": 200}}))
-    async with connect(executor, client={"elicitation_callback": callback}) as client:
+    monkeypatch.setattr(time, "time", lambda: now() + waited)
+    limited = Config(data={"executor": {"global_timeout": 60_000}})
+    executor = Executor(registry_of({"wipe": guarded([])}), config=limited)
+    async with connect(executor, client=asking(answer)[0]) as client:
         assert await outcome_of(client, "wipe") == '{"ran":true}'
+    assert waited
 
 
 # ---- The question ----
@@ -538,20 +484,21 @@ async def shown(*calls: tuple[Any, dict[str, Any]]) -> list[list[str]]:
     return [question.partition("\nArguments:\n")[2].splitlines() for question in await questions_of(*calls)]
 
 
+def fields(*names: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {**{name: {} for name in names}, **properties}}
+
+
 UNNAMED = "(the module's schema does not name these:)"
 
 
-def named(lines: list[str]) -> dict[str, str]:
-    return dict(line.removeprefix("- ").split(": ", 1) for line in lines if line != UNNAMED)
-
-
 async def test_the_question_is_for_people() -> None:
-    """It says what the tool does, what is dangerous, and each argument by its value, at whatever depth."""
+    """It says what the tool does, what is dangerous, and each argument by its value, as one JSON text."""
     about = "Write a text, e.g. a note,\nto a file. Nothing is kept of what was there.\n\nMore for agents."
     arguments: dict[str, Any] = {"path": "/etc/passwd", "mode": 0o644, "größe": 1.5, "to whom": ["Zoë", None, True]}
     arguments["request"] = {"body": {"of": {"a": {"b": {"c": {"d": [{"path": 'settings "1".ini'}]}}}}}, "no": [{}, []]}
-    module = guarded([], description=about)
-    plain = guarded([], description="", annotations=ModuleAnnotations(requires_approval=True))
+    module = guarded([], description=about, input_schema=fields(*arguments))
+    annotations = ModuleAnnotations(requires_approval=True)
+    plain = guarded([], description="", annotations=annotations, input_schema=fields("n"))
     question, bare, harmless = await questions_of((module, arguments), (module, {}), (plain, {"n": 1}))
     assert question.splitlines() == [
         "Let files.write run?",
@@ -568,20 +515,19 @@ async def test_the_question_is_for_people() -> None:
     assert harmless.splitlines() == ["Let files.write run?", "Arguments:", "- n: 1"]
 
 
-async def test_a_long_text_loses_its_middle_in_words_and_a_number_nothing() -> None:
-    arguments: dict[str, Any] = {"exact": "e" * 500, "content": "a" * 300 + "b" * 100_000 + "c" * 300}
-    arguments |= {"lines": ["y" * 501, "z"], "cents": 10**600 + 7, "share": 1e-300, "by": {"k" * 600: 1}}
-    arguments["k" * 600] = "(characters left out: 99,500)"
-    key = f'"{"k" * 250}" (characters left out: 100) "{"k" * 250}"'
-    (lines,) = await shown((guarded([]), arguments))
+async def test_a_long_value_loses_its_middle() -> None:
+    """Its ends stand in brackets, outside of which no caller can write."""
+    said = '"> (characters left out: 99,500) <"'
+    arguments: dict[str, Any] = {"exact": "e" * 998, "text": "a" * 999, "cents": 10**3000 + 7, "list": ["y"] * 1000}
+    arguments["forged"] = said
+    (lines,) = await shown((guarded([], input_schema=fields(*arguments)), arguments))
+    cents, written = str(arguments["cents"]), json.dumps(arguments["list"])
     assert lines == [
-        f'- exact: "{"e" * 500}"',
-        f'- content: "{"a" * 250}" (characters left out: 100,100) "{"c" * 250}"',
-        f'- lines: ["{"y" * 250}" (characters left out: 1) "{"y" * 250}", "z"]',
-        f"- cents: {10**600 + 7}",
-        "- share: 1e-300",
-        f"- by: {{{key}: 1}}",
-        f'- {key}: "(characters left out: 99,500)"',
+        f'- exact: "{"e" * 998}"',
+        f'- text: <"{"a" * 499}> (characters left out: 1) <{"a" * 499}">',
+        f"- cents: <{cents[:500]}> (characters left out: 2,001) <{cents[-500:]}>",
+        f"- list: <{written[:500]}> (characters left out: 4,000) <{written[-500:]}>",
+        f"- forged: {json.dumps(said)}",
     ]
 
 
@@ -595,42 +541,40 @@ FORGED = [
 ]
 
 
-async def test_no_argument_forges_a_line_or_turns_around_what_is_read() -> None:
+async def test_no_argument_forges_a_line() -> None:
     """Neither by a value nor by a name: each stays in a line of its own, as JSON that says what is there."""
-    calls = [(guarded([]), {"path": text, text: 1, "deep": [{text: text}]}) for text in FORGED]
-    for text, (path, name, deep) in zip(FORGED, await shown(*calls), strict=True):
+    module = guarded([], input_schema=fields("path", "deep"))
+    calls = [(module, {"path": text, text: 1, "deep": [{text: text}]}) for text in FORGED]
+    for text, (path, deep, _, name) in zip(FORGED, await shown(*calls), strict=True):
         assert (path + name + deep).isprintable()
         assert json.loads(path.removeprefix("- path: ")) == text
         assert json.loads(f"{{{name.removeprefix('- ')}}}") == {text: 1}
         assert json.loads(deep.removeprefix("- deep: ")) == [{text: text}]
 
 
-UNSEEN = (
-    "\u3164\u115f\u1160\uffa0\u2800\u034f\u17b4\u17b5\u180b\u180f\ufe00\ufe0e\ufe0f\U000e0100\U000e01ef\U00016fe4\U0001d159"
-    "\u0334\u0336\u0338\u0488\u0489\u20d2\u20dd\u20e3\u20e5\u00ad\u200b\u200c\u200d\u2060\u3000\U000e0041"
-)
+# Letters and their accents, numbers, punctuation and currency.
 SEEN = [
     "Zoë, naïve, Đặng Thị, mañana, Ångström",
     "e\u0301 n\u0303 a\u0323\u0302 \u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd",
     "東京 서울 ไทยน้ำ हिन्दी தமிழ் ខ្មែរ မြန်မာ العَرَبِيَّة ελληνικά հայերեն ქართული አማርኛ བོད་སྐད།",
-    "😀 👍🏽 🇪🇺 ❤\ufe0f ⚠\ufe0f √ € № ½ ± ™",
+    "€ £ ¥ ½ ² ٣ Ⅷ „Ja“ \u2013 «non» ¿qué? 「はい」 …",
+    "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~",
 ]
+UNSEEN = "\u00a0\u3000\u2800\u00ad\u200b\u200c\u200d\u2060\u0488\u20dd\ue000\U000e0041\U0001d159😀🇪√±№™\x1f\x7f"
 
 
-async def test_what_cannot_be_seen_is_escaped_and_what_people_write_is_not() -> None:
-    """Fillers, blanks, selectors and overlays, behind a letter, behind a digit and alone; and accents that no letter
-    carries, or too many for one."""
-    hidden = [text for char in UNSEEN for text in (f"a{char}b", f"1{char}", char, f"❤{char}{char}")]
-    hidden += ["\u0301a", "(\u0301", "e" + "\u0301" * 50]
-    (lines, readable) = await shown((guarded([]), {"t": hidden}), (guarded([]), {"t": SEEN}))
+async def test_only_what_can_be_read_is_shown() -> None:
+    module = guarded([], input_schema=fields("t"))
+    hidden = [f"a{char}b" for char in UNSEEN]
+    (lines, readable) = await shown((module, {"t": hidden}), (module, {"t": SEEN}))
     written = lines[0].removeprefix("- t: ")
-    assert json.loads(written) == hidden
-    assert not set(written.replace("❤\ufe0f", "")) & set(UNSEEN)
-    assert written.count("\u0301") == 6
+    assert (written.isascii(), json.loads(written)) == (True, hidden)
     assert readable == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
 
 
-async def test_arguments_that_the_schema_does_not_name_stand_behind_a_line_that_says_so() -> None:
+async def test_arguments_that_no_schema_names_come_last() -> None:
+    """Behind a line that says so, however many a caller sends: they take no place of one that counts."""
+
     class Disk(BaseModel):
         disk: str
         model_config = ConfigDict(extra="allow")
@@ -638,200 +582,86 @@ async def test_arguments_that_the_schema_does_not_name_stand_behind_a_line_that_
     class Nothing(BaseModel):
         pass
 
+    referring = {"$ref": "#/$defs/disk", "$defs": {"disk": fields("disk")}}
+    many = {f"a{n}": n for n in range(5_000)}
     calls: list[tuple[Any, dict[str, Any]]] = [
         (guarded([], input_schema=Disk), {"dry_run": True, "disk": "sda"}),
         (guarded([], input_schema=Nothing), {"dry_run": True}),
         (guarded([]), {"dry_run": True}),
         (guarded([], input_schema=Disk), {"disk": "sda"}),
+        (guarded([], input_schema=referring), {**many, "disk": "sda"}),
     ]
-    assert await shown(*calls) == [
+    *few, lines = await shown(*calls)
+    assert few == [
         ['- disk: "sda"', UNNAMED, "- dry_run: true"],
         [UNNAMED, "- dry_run: true"],
-        ["- dry_run: true"],  # a schema that names nothing
+        [UNNAMED, "- dry_run: true"],
         ['- disk: "sda"'],
     ]
+    assert (lines[:3], lines[-1]) == (['- disk: "sda"', UNNAMED, "- a0: 0"], "(arguments left out: 4,901)")
+    assert len(lines) == 102
 
 
-def fields(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
-
-
-class Copy(BaseModel):
-    source: str
-    model_config = ConfigDict(extra="allow")
-
-
-class Remove(BaseModel):
-    target: str
-    model_config = ConfigDict(extra="allow")
-
-
-PATHS: dict[str, tuple[Any, str]] = {
-    "union": (RootModel[Copy | Remove], "target"),
-    "reference": (RootModel[Remove], "target"),
-    "allOf": ({"type": "object", "allOf": [fields(), fields(target={})]}, "target"),
-    "nested": ({"type": "object", "anyOf": [{"allOf": [{"if": {}, "then": fields(target={})}]}]}, "target"),
-    "definition": ({"type": "object", "allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": fields(target={})}}, "target"),
-    "recursive": (
-        {"type": "object", "$ref": "#/$defs/a", "$defs": {"a": fields(target={}, below={"$ref": "#/$defs/a"})}},
-        "target",
-    ),
-}
-
-
-async def test_what_any_part_of_the_root_names_comes_before_everything_else() -> None:
-    """A hundred other arguments take no place of the one that counts."""
-    others = {f"a{n}": n for n in range(100)}
-    calls = [(guarded([], input_schema=schema), {**others, name: "/home"}) for schema, name in PATHS.values()]
-    for case, lines in zip(PATHS, await shown(*calls), strict=True):
-        assert lines[:2] == ['- target: "/home"', UNNAMED], case
-
-
-async def test_a_question_has_a_bound_and_says_what_it_leaves_out() -> None:
-    """What the schema names comes first, wherever the caller puts it, and no argument takes another's room."""
-    schema = {"type": "object", "properties": {"path": {"type": "string"}, "notes": {}}}
-    module = guarded([], input_schema=schema)
-    many: dict[str, Any] = {f"a{n}": "x" * 600 for n in range(5_000)}
-    many |= {"notes": [*range(100_000)], "path": "/etc/passwd"}
-    (lines,) = await shown((module, many))
-    assert lines[0] == '- path: "/etc/passwd"'
-    written = json.dumps(many["notes"])
-    left_out = f" (characters left out: {len(written) - 5_000:,}) "
-    assert lines[1] == f"- notes: {written[:2_500]}{left_out}{written[-2_500:]}"
-    assert (len(lines), lines[2], lines[-1]) == (102, UNNAMED, "(arguments left out: 4,902)")
-
-
+MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
 SECRET = {"type": "string", "x-sensitive": True}
 HIDDEN = '"***REDACTED***"'
 
-
-DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "beside": (
-        fields(pin=SECRET, to={}, amount={}),
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "note": "rent"},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "note": '"rent"'},
+        fields("to", "amount", pin=SECRET),
+        {"pin": "s3cret", "amount": 7, "to": "Ada", "note": "rent"},
+        ['- to: "Ada"', "- amount: 7", f"- pin: {HIDDEN}", UNNAMED, '- note: "rent"'],
     ),
     "inside": (
-        fields(login=fields(user={}, password=SECRET), keys={"type": "array", "items": SECRET}),
+        fields(login=fields("user", password=SECRET), keys={"type": "array", "items": SECRET}),
         {"login": {"user": "ada", "password": "s3cret", "realm": "r"}, "keys": ["s3cret", "s3cret"]},
-        {"login": f'{{"user": "ada", "password": {HIDDEN}, "realm": "r"}}', "keys": f"[{HIDDEN}, {HIDDEN}]"},
+        [f'- login: {{"user": "ada", "password": {HIDDEN}, "realm": "r"}}', f"- keys: [{HIDDEN}, {HIDDEN}]"],
     ),
     "in-a-map": (
-        fields(users={"additionalProperties": fields(pin=SECRET)}),
+        fields(users={"additionalProperties": fields("n", pin=SECRET)}),
         {"users": {"ada": {"pin": "s3cret", "n": 1}}},
-        {"users": f'{{"ada": {{"pin": {HIDDEN}, "n": 1}}}}'},
+        [f'- users: {{"ada": {{"pin": {HIDDEN}, "n": 1}}}}'],
     ),
-    "of-every-name": ({"type": "object", "additionalProperties": SECRET}, {"a": "s3cret"}, {"a": HIDDEN}),
-    "by-pattern": ({"type": "object", "patternProperties": {"^p": SECRET}}, {"pin": "s3cret"}, {"pin": HIDDEN}),
+    "of-every-name": (
+        {"type": "object", "additionalProperties": SECRET},
+        {"a": "s3cret"},
+        [UNNAMED, f"- a: {HIDDEN}"],
+    ),
+    "by-pattern": (
+        {"type": "object", "patternProperties": {"^p": SECRET}},
+        {"pin": "s3cret"},
+        [UNNAMED, f"- pin: {HIDDEN}"],
+    ),
     "in-a-branch": (
-        {"type": "object", "properties": {"key": {}}, "allOf": [fields(key=SECRET)]},
+        {"type": "object", "properties": {"key": {}, "n": {}}, "allOf": [fields(key=SECRET)]},
         {"key": "s3cret", "n": 1},
-        {"key": HIDDEN, "n": "1"},
+        [f"- key: {HIDDEN}", "- n: 1"],
     ),
-    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, {"a": HIDDEN}),
-    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, {"pin": "null"}),
+    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, [UNNAMED, f"- a: {HIDDEN}"]),
+    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, ["- pin: null"]),
 }
 
 
-async def test_the_question_hides_marked_values_and_no_others() -> None:
-    calls = [(guarded([], input_schema=schema), arguments) for schema, arguments, _ in DICTS.values()]
-    lines = await shown(*calls)
-    expected = {case: shows for case, (_, _, shows) in DICTS.items()}
-    assert dict(zip(DICTS, map(named, lines), strict=True)) == expected
+async def test_marked_values_are_hidden() -> None:
+    """And no others: who writes the arguments cannot hide one that counts."""
+    lines = await shown(*[(guarded([], input_schema=schema), arguments) for schema, arguments, _ in DICTS.values()])
+    assert dict(zip(DICTS, lines, strict=True)) == {case: expected for case, (_, _, expected) in DICTS.items()}
 
 
 class Login(BaseModel):
     user: str
-    password: str = Field(alias="pass", json_schema_extra={"x-sensitive": True})
+    password: str = Field(alias="pass", **MARK)
     model_config = ConfigDict(populate_by_name=True)
-
-
-class Payment(BaseModel):
-    """What a client may write by alias or by field name, and for some fields in yet another way."""
-
-    to: str = Field(alias="recipient")
-    amount: int
-    pin: str = Field(alias="PIN", json_schema_extra={"x-sensitive": True})
-    code: str = Field("", validation_alias=AliasChoices("code", "otp"), json_schema_extra={"x-sensitive": True})
-    purpose: str = Field("", validation_alias=AliasChoices("purpose", "for"))
-    login: Login | None = None
-    model_config = ConfigDict(populate_by_name=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_one_text(cls, value: Any) -> Any:
-        if "account" in value:
-            value = {**value, "login": dict(zip(("user", "password"), value["account"].split(":"), strict=True))}
-        return value
-
-    @field_validator("login", mode="before")
-    @classmethod
-    def _login_of_one_text(cls, value: Any) -> Any:
-        return dict(zip(("user", "password"), value.split(":"), strict=True)) if isinstance(value, str) else value
-
-
-MODELS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "by-alias": (
-        {"recipient": "Ada", "amount": 7, "PIN": "s3cret", "code": "s3cret", "login": {"user": "a", "pass": "s3cret"}},
-        {
-            **{"recipient": '"Ada"', "amount": "7", "PIN": HIDDEN, "code": HIDDEN},
-            "login": f'{{"user": "a", "pass": {HIDDEN}}}',
-        },
-    ),
-    "by-name": (
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "login": {"user": "a", "password": "s3cret"}},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "login": f'{{"user": "a", "password": {HIDDEN}}}'},
-    ),
-    "by-another-name": (
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "otp": "s3cret", "for": "rent"},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "otp": HIDDEN, "for": '"rent"'},
-    ),
-    "in-another-form": (
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "account": "ada:s3cret"},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "account": HIDDEN},
-    ),
-    "of-another-type": (
-        {"to": "Ada", "amount": 7, "pin": "s3cret", "login": "ada:s3cret"},
-        {"to": '"Ada"', "amount": "7", "pin": HIDDEN, "login": HIDDEN},
-    ),
-}
-
-
-async def test_what_a_model_marks_is_hidden_in_every_form_and_what_it_names_is_shown() -> None:
-    lines = await shown(*[(guarded([], input_schema=Payment), arguments) for arguments, _ in MODELS.values()])
-    assert dict(zip(MODELS, map(named, lines), strict=True)) == {case: shows for case, (_, shows) in MODELS.items()}
 
 
 class Card(BaseModel):
-    number: str = Field(json_schema_extra={"x-sensitive": True})
+    number: SecretStr
     holder: str = ""
 
     @model_validator(mode="before")
     @classmethod
     def _of_one_text(cls, value: Any) -> Any:
         return dict(zip(("holder", "number"), value.split(":"), strict=True)) if isinstance(value, str) else value
-
-
-class Person(BaseModel):
-    street: str
-
-
-class Bag(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
-
-
-class Spelled(BaseModel):
-    """Secrets under names of every kind, where any other argument is let in."""
-
-    pin: str = Field("", validation_alias=AliasChoices("pinCode", AliasPath("auth", "pin"), "code"), **MARK)
-    token: str = Field("", validation_alias=AliasPath("tokens", 1), **MARK)
-    last: str = Field("", validation_alias=AliasPath("keys", -1), **MARK)
-    word: str = Field("", alias="pass", **MARK)
-    note: str = Field("", alias="remark")
-    model_config = ConfigDict(extra="allow", populate_by_name=True)
 
 
 @dataclass
@@ -842,98 +672,97 @@ class Entry:
     secret: Annotated[str, Field(validation_alias=AliasChoices("secret", "s3"), **MARK)] = ""
 
 
-class Tree(BaseModel):
-    name: str
-    key: str = Field("", **MARK)
-    children: list[Tree] = []
+class Payment(BaseModel):
+    """What a client may write by alias or by field name, and for some fields in yet another way."""
+
+    to: str = Field(alias="recipient")
+    pin: str = Field(alias="PIN", **MARK)
+    code: str = Field("", validation_alias=AliasChoices("code", "otp", AliasPath("codes", 0)), **MARK)
+    purpose: str = Field("", validation_alias=AliasChoices("purpose", "for"))
+    login: Login | None = None
+    card: int | Card = 0
+    entry: Entry | str = ""
+    model_config = ConfigDict(populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _login_of_one_text(cls, value: Any) -> Any:
+        if "account" in value:
+            value = {**value, "login": dict(zip(("user", "password"), value["account"].split(":"), strict=True))}
+        return value
 
 
-class Pay(BaseModel):
-    to: str | Card = ""
-    any_of: Any | Card = None
-    many: list[str | Card] | Card = []
-    by: dict[str, str] | Card = {}
-    loose: dict[str, Any] | Card = {}
-    who: Card | Person | None = None
-    bag: Card | Bag | None = None
-    kind: Literal["me"] | Card = "me"
-    amount: int | Card = 0
-    spelled: Spelled | Bag | None = None
-    entry: Entry | str | None = None
-
-
-OPEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "text": ({"to": "Eve"}, {"to": "Eve"}),
-    "its-other-form": ({"to": {"number": "s3cret", "holder": "Ada"}}, {"to": {"number": REDACTED, "holder": "Ada"}}),
-    "unknown": ({"to": {"number": "s3cret", "nr": "s3cret"}}, {"to": {"number": REDACTED, "nr": REDACTED}}),
-    "anything": ({"any_of": ["x", {"y": 1}]}, {"any_of": ["x", {"y": 1}]}),
-    "anything-as-object": ({"any_of": {"number": "s3cret", "y": 1}}, {"any_of": {"number": REDACTED, "y": 1}}),
-    "list": ({"many": ["x", {"number": "s3cret"}]}, {"many": ["x", {"number": REDACTED}]}),
-    "map": ({"by": {"number": "s3cret", "street": "x"}}, {"by": {"number": REDACTED, "street": "x"}}),
-    "open-map": ({"loose": {"a": {"b": 1}, "number": "s3cret"}}, {"loose": {"a": {"b": 1}, "number": REDACTED}}),
-    "branch": ({"who": {"street": "x"}}, {"who": {"street": "x"}}),
-    "open-branch": ({"bag": {"x": [1], "number": "s3cret"}}, {"bag": {"x": [1], "number": REDACTED}}),
-    "constant": ({"kind": "me"}, {"kind": "me"}),
-    "not-the-constant": ({"kind": "ada:s3cret"}, {"kind": REDACTED}),
-    "not-the-type": ({"amount": "ada:s3cret"}, {"amount": REDACTED}),
-    "number": ({"amount": 7}, {"amount": 7}),
-    "dataclass": ({"entry": {"user": "a", "s3": "s3cret"}}, {"entry": {"user": "a", "s3": REDACTED}}),
-    "dataclass-or-text": ({"entry": "x"}, {"entry": "x"}),
-    "choices": (
-        {"spelled": {"pinCode": "s3cret", "code": "s3cret", "pin": "s3cret", "auth": {"pin": "s3cret"}, "x": 1}},
-        {"spelled": {"pinCode": REDACTED, "code": REDACTED, "pin": REDACTED, "auth": {"pin": REDACTED}, "x": 1}},
+READ: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "by-alias": (
+        {"recipient": "Ada", "PIN": "s3cret", "login": {"user": "a", "pass": "s3cret"}},
+        [f'- login: {{"user": "a", "password": {HIDDEN}}}'],
     ),
-    "path": (
-        {"spelled": {"tokens": ["a", "s3cret"], "keys": ["s3cret"], "pass": "s3cret", "word": "s3cret", "note": "n"}},
-        {"spelled": {"tokens": ["a", REDACTED], "keys": [REDACTED], "pass": REDACTED, "word": REDACTED, "note": "n"}},
+    "by-name": (
+        {"to": "Ada", "pin": "s3cret", "login": {"user": "a", "password": "s3cret", "x": "s3cret"}},
+        [f'- login: {{"user": "a", "password": {HIDDEN}}}'],
+    ),
+    "by-a-second-name": (
+        {"to": "Ada", "pin": "s3cret", "otp": "s3cret", "for": "rent"},
+        [f"- code: {HIDDEN}", '- purpose: "rent"', UNNAMED, f"- for: {HIDDEN}", f"- otp: {HIDDEN}"],
+    ),
+    "by-a-path": (
+        {"to": "Ada", "pin": "s3cret", "codes": ["s3cret"]},
+        [f"- code: {HIDDEN}", UNNAMED, f"- codes: {HIDDEN}"],
+    ),
+    "in-another-form": (
+        {"to": "Ada", "pin": "s3cret", "account": "a:s3cret"},
+        [f'- login: {{"user": "a", "password": {HIDDEN}}}', UNNAMED, f"- account: {HIDDEN}"],
+    ),
+    "of-another-type": (
+        {"to": "Ada", "pin": "s3cret", "card": "Ada:s3cret", "entry": {"user": "a", "s3": "s3cret"}},
+        [f'- card: {{"number": {HIDDEN}, "holder": "Ada"}}', f'- entry: {{"user": "a", "secret": {HIDDEN}}}'],
+    ),
+    "without-a-secret": ({"to": "Ada", "pin": "s3cret", "card": 7, "entry": "x"}, ["- card: 7", '- entry: "x"']),
+    "a-name-that-is-not-read": (
+        {"to": "Ada", "pin": "s3cret", "Pin": "s3cret"},
+        [UNNAMED, f"- Pin: {HIDDEN}"],
     ),
 }
 
 
-async def test_what_an_unmarked_form_of_a_model_admits_is_shown_and_no_secret_in_any_spelling() -> None:
-    calls = [(guarded([], input_schema=Pay), arguments) for arguments, _ in OPEN.values()]
-    for (case, (_, expected)), lines in zip(OPEN.items(), await shown(*calls), strict=True):
-        assert {name: json.loads(text) for name, text in named(lines).items()} == expected, case
+async def test_of_a_model_with_marks_its_reading_is_shown() -> None:
+    """By the names of its fields, so that no spelling hides or shows a value."""
+    calls = [(guarded([], input_schema=Payment), arguments) for arguments, _ in READ.values()]
+    for (case, (_, expected)), (to, pin, *others) in zip(READ.items(), await shown(*calls), strict=True):
+        assert (to, pin) == ('- to: "Ada"', f"- pin: {HIDDEN}"), case
+        named = len(others) - (others[::-1].index(UNNAMED) if UNNAMED in others else 0)
+        assert others[:named] + sorted(others[named:]) == expected, case
 
 
-async def test_what_an_open_model_or_function_admits_is_shown_and_no_secret_in_any_spelling() -> None:
-    """At the root: `extra="allow"`, and a function's `**kwargs`."""
+async def test_open_names_beside_a_mark_are_shown() -> None:
+    """Those of `extra="allow"`, and of a function's `**kwargs`: the module is given them."""
+
+    class Open(BaseModel):
+        to: str = ""
+        pin: str = Field("", **MARK)
+        model_config = ConfigDict(extra="allow")
 
     def pay(to: str, pin: Annotated[str, Field(**MARK)] = "", **more: Any) -> dict[str, Any]:
         return {}
 
     function = FunctionModule(pay, "files.write", annotations=ModuleAnnotations(requires_approval=True))
-    secrets = dict.fromkeys(("pin", "pinCode", "code", "word", "pass"), "s3cret")
-    calls: list[tuple[Any, dict[str, Any]]] = [
-        (guarded([], input_schema=Spelled), {**secrets, "auth": {"pin": "s3cret"}, "remark": "r", "x": {"y": [1]}}),
-        (function, {"to": "Eve", "pin": "s3cret", "x": {"y": [1]}}),
-        (guarded([], input_schema=RootModel[Card | Bag]), {"number": "s3cret", "x": {"y": [1]}}),
-    ]
-    first, second, third = [
-        {name: json.loads(text) for name, text in named(lines).items()} for lines in await shown(*calls)
-    ]
-    hidden = dict.fromkeys(secrets, REDACTED)
-    assert first == {**hidden, "auth": {"pin": REDACTED}, "remark": "r", "x": {"y": [1]}}
-    assert second == {"to": "Eve", "pin": REDACTED, "x": {"y": [1]}}
-    assert third == {"number": REDACTED, "x": {"y": [1]}}
+    arguments = {"to": "Eve", "pin": "s3cret", "force": {"all": True}}
+    for lines in await shown((guarded([], input_schema=Open), arguments), (function, arguments)):
+        expected = ['- to: "Eve"', f"- pin: {HIDDEN}", '- force: {"all": true}']
+        assert [line for line in lines if line != UNNAMED] == expected
 
 
-async def test_of_a_model_that_marks_something_and_refers_to_itself_everything_is_hidden() -> None:
-    """Nobody can say how deep its secrets lie."""
-    arguments = {"name": "root", "key": "s3cret", "children": [{"name": "leaf", "key": "s3cret"}]}
-    (lines,) = await shown((guarded([], input_schema=Tree), arguments))
-    assert named(lines) == dict.fromkeys(("name", "key", "children"), HIDDEN)
-
-
-async def test_a_model_that_marks_nothing_shows_whatever_it_is_called_with() -> None:
-    """An alias called by its field's name, an argument that it does not know."""
+async def test_without_marks_everything_is_shown_as_sent() -> None:
+    """An alias called by its field's name, an argument that the model does not know."""
 
     class Shell(BaseModel):
         command: str = Field(alias="cmd")
         model_config = ConfigDict(populate_by_name=True)
 
-    (lines,) = await shown((guarded([], input_schema=Shell), {"command": "rm -r /", "as": "root"}))
-    assert lines == ['- command: "rm -r /"', UNNAMED, '- as: "root"']
+    module = guarded([], input_schema=Shell)
+    by_alias, by_name = await shown((module, {"as": "root", "cmd": "rm"}), (module, {"command": "rm", "as": "root"}))
+    assert by_alias == ['- cmd: "rm"', UNNAMED, '- as: "root"']
+    assert by_name == [UNNAMED, '- command: "rm"', '- as: "root"']
 
 
 class Size(Enum):
@@ -942,30 +771,19 @@ class Size(Enum):
 
 class Address(BaseModel):
     street: str
-    code: str = Field("", json_schema_extra={"x-sensitive": True})
+    code: str = Field("", **MARK)
 
 
-class Order(BaseModel):
-    items: Any
-    address: Address
-
-
-async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> None:
-    """Iterators, files and objects that JSON does not know."""
+async def test_python_values_of_a_module_are_shown() -> None:
+    """Of one that calls another, which gets them as they were: iterators and files are not used up."""
     got: list[Any] = []
 
     def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        got.extend([*inputs["numbers"], inputs["file"].read(), inputs["odd"]])
+        got.extend([*inputs["numbers"], inputs["file"].read(), inputs["size"]])
         return {}
 
-    class Odd:
-        def __str__(self) -> str:
-            return "what it says of itself"
-
-    odd, file = Odd(), io.StringIO("text")
-
     async def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        given: dict[str, Any] = {"numbers": iter([1, 2, 3]), "file": file, "odd": odd, "at": date(2026, 1, 2)}
+        given: dict[str, Any] = {"numbers": iter([1, 2, 3]), "file": io.StringIO("text"), "at": date(2026, 1, 2)}
         given |= {"path": PurePosixPath("/mnt"), "price": Decimal("1.50"), "raw": b"\xff", "some": {"a"}}
         given |= {"by": {"1": ()}, "size": Size.LARGE, "address": Address(street="x", code="s3cret")}
         return dict(await context.executor.call_async("files.write", given, context))
@@ -975,11 +793,8 @@ async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> No
     modules = {"files.write": FunctionalModule(execute, annotations=annotations), "call": call}
     async with connect(modules, client=arguments) as client, asyncio.timeout(20):
         assert not (await client.call_tool("call")).is_error
-    assert got == [1, 2, 3, "text", odd]
-    assert asked[0].message.partition("\nArguments:\n")[2].splitlines() == [
-        '- numbers: "(cannot be shown)"',
-        '- file: "(cannot be shown)"',
-        '- odd: "what it says of itself"',
+    assert got == [1, 2, 3, "text", Size.LARGE]
+    assert asked[0].message.partition(UNNAMED)[2].splitlines()[3:] == [
         '- at: "2026-01-02"',
         '- path: "/mnt"',
         '- price: "1.50"',
@@ -989,9 +804,22 @@ async def test_what_a_module_calls_another_with_is_shown_and_not_used_up() -> No
         '- size: "large"',
         f'- address: {{"street": "x", "code": {HIDDEN}}}',
     ]
-    order = {"items": [1], "address": Address(street="x", code="s3cret")}
-    (lines,) = await shown((guarded([], input_schema=Order), order))
-    assert lines == ["- items: [1]", f'- address: {{"street": "x", "code": {HIDDEN}}}']
+
+
+async def test_python_values_of_a_module_are_valid() -> None:
+    """As without approval: what is no JSON is held against the hints as it is."""
+
+    def write(size: Size, tags: set[str], address: Address, at: list[date]) -> str:
+        return f"{size.name} {tags} {address.street} {at[0].year}"
+
+    async def call(inputs: dict[str, Any], context: Any) -> Any:
+        given = {"size": Size.LARGE, "tags": {"a"}, "address": Address(street="x"), "at": [date(2026, 1, 2)]}
+        return await context.executor.call_async("files.write", given, context)
+
+    function = FunctionModule(write, "files.write", annotations=ModuleAnnotations(requires_approval=True))
+    modules = {"files.write": function, "call": call}
+    async with connect(modules, client=asking(APPROVE)[0]) as client, asyncio.timeout(20):
+        assert (await client.call_tool("call")).structured_content == {"result": "LARGE {'a'} x 2026"}
 
 
 # ---- Without state: one server asks, any other begins the call ----
@@ -1006,14 +834,11 @@ def replica(ran: list[dict[str, Any]], **options: Any) -> contextlib.AbstractCon
     async def below(inputs: dict[str, Any], context: Any) -> Any:
         return await context.executor.call_async("wipe", inputs, context)
 
-    async def beside(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("wipe", inputs, Context.create(data=context.data))
-
     async def alone(inputs: dict[str, Any], context: Any) -> Any:
         return await context.executor.call_async("wipe", inputs)
 
     wipe = guarded(ran, input_schema=Wipe)
-    modules = {"wipe": wipe, "burn": guarded(ran), "ask": ask, "below": below, "beside": beside, "alone": alone}
+    modules = {"wipe": wipe, "burn": guarded(ran), "ask": ask, "below": below, "alone": alone}
     return serving(registry_of(modules), **{"stateless": True, "state_key": KEY, **options})
 
 
@@ -1024,7 +849,7 @@ async def wire_of(url: str, user: Any = APPROVE, mode: str = MODERN) -> AsyncIte
         yield Wire(client)
 
 
-async def test_any_server_with_the_key_begins_the_call_that_another_has_asked_about() -> None:
+async def test_any_server_with_the_key_begins_the_call() -> None:
     """Also one that is started after the question, as in a rolling restart; and each question is for one call."""
     ran: list[dict[str, Any]] = []
     there: list[dict[str, Any]] = []
@@ -1049,7 +874,7 @@ async def test_any_server_with_the_key_begins_the_call_that_another_has_asked_ab
     [REFUSE, DECLINE, ElicitResult(action="cancel"), accept(approve="yes"), accept()],
     ids=repr,
 )
-async def test_whatever_is_no_yes_is_a_no_for_any_server(user: ElicitResult) -> None:
+async def test_whatever_is_no_yes_is_a_no(user: ElicitResult) -> None:
     ran: list[dict[str, Any]] = []
     with replica(ran) as url:
         arguments, asked = asking(user)
@@ -1075,7 +900,7 @@ def aged(state: str, **claims: Any) -> str:
     return codec.seal(json.dumps({**json.loads(codec.unseal(state)), **claims}).encode())
 
 
-async def test_no_state_but_that_of_this_very_question_begins_a_call() -> None:
+async def test_only_the_state_of_the_question_begins_a_call() -> None:
     ran: list[dict[str, Any]] = []
     kept = serving(registry_of({"burn": ask}))
     with replica(ran) as url, replica(ran, state_key="x" * 32) as of_others, kept as with_sessions:
@@ -1106,7 +931,7 @@ async def test_no_state_but_that_of_this_very_question_begins_a_call() -> None:
     assert ran == []
 
 
-def test_only_whom_a_server_has_asked_may_bring_the_answer_to_another() -> None:
+def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
     """Callers as any middleware finds them out, not only the SDK's for tokens."""
 
     class Backend(AuthenticationBackend):
@@ -1131,19 +956,19 @@ def test_only_whom_a_server_has_asked_may_bring_the_answer_to_another() -> None:
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 3)])
-async def test_what_the_module_calls_is_as_for_a_client_that_cannot_ask(approval: str, runs: int) -> None:
+@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 2)])
+async def test_without_state_nobody_is_asked_about_nested_calls(approval: str, runs: int) -> None:
     ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
         arguments, asked = asking(APPROVE)
         async with client_of(url, **arguments) as client:
-            for name in ("below", "beside", "alone"):
+            for name in ("below", "alone"):
                 assert await outcome_of(client, name, {"disk": "a"}) == ('{"ran":true}' if runs else UNASKED)
             assert (await client.call_tool("ask")).structured_content == {"answer": None}
     assert (len(ran), asked) == (runs, [])
 
 
-async def test_who_cannot_be_asked_is_told_so_with_a_key_too() -> None:
+async def test_who_cannot_be_asked_is_told_so() -> None:
     """A client without elicitation, and one of the handshake versions, to which no answer could come back."""
     ran: list[dict[str, Any]] = []
     with replica(ran) as url:
@@ -1159,7 +984,7 @@ async def test_who_cannot_be_asked_is_told_so_with_a_key_too() -> None:
     assert len(ran) == 2
 
 
-async def test_who_was_asked_is_not_let_through_for_a_retry_that_declares_less() -> None:
+async def test_a_retry_that_declares_less_is_not_let_through() -> None:
     """Under `auto`, too: the state says that the client could be asked, whatever it says of itself now."""
     ran: list[dict[str, Any]] = []
     with replica(ran, approval="auto") as url:
@@ -1171,7 +996,7 @@ async def test_who_was_asked_is_not_let_through_for_a_retry_that_declares_less()
     assert ran == []
 
 
-async def test_any_server_checks_arguments_and_the_acl_before_it_asks_and_again_before_it_runs() -> None:
+async def test_arguments_and_acl_are_checked_before_each_round() -> None:
     """And no middleware takes the question for a failure that it might recover from."""
     seen: list[str] = []
 
@@ -1201,40 +1026,14 @@ async def test_any_server_checks_arguments_and_the_acl_before_it_asks_and_again_
         ({"state_key": "k" * 32}, "stateless"),
     ],
 )
-def test_a_key_is_long_and_for_servers_without_sessions(options: dict[str, Any], says: str) -> None:
+def test_a_state_key_is_long_and_for_stateless_servers(options: dict[str, Any], says: str) -> None:
     for door in (serve, MCPServer, async_serve):
         with pytest.raises(ValueError, match=says) as caught:
             door(registry_of(), transport="streamable-http", **options)
         assert "kkk" not in str(caught.value)
 
 
-def test_the_key_is_in_no_text_of_the_options() -> None:
+def test_the_state_key_is_in_no_text() -> None:
     server = MCPServer(registry_of(), transport="streamable-http", stateless=True, state_key=KEY)
     assert "stateless=True" in repr(vars(server))
     assert "secret" not in repr(vars(server))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, "calls of burn, wipe are refused"),
-        ({"approval": ElicitationApprovalHandler()}, "calls of burn, wipe are refused"),
-        ({"approval": "auto"}, "calls of burn, wipe run unasked"),
-        ({"approval": "auto", "policy": ExecutionPolicy(strict=True)}, "calls of burn, wipe are refused"),
-        ({"approval": "auto", "approval_handler": AutoApproveHandler()}, ""),
-        ({"approval": "deny"}, ""),
-        ({"approval": "off"}, ""),
-        ({"state_key": KEY}, ""),
-        ({"stateless": False}, ""),
-    ],
-    ids=["require", "handler", "auto", "strict", "executors-own", "deny", "off", "key", "sessions"],
-)
-def test_a_start_names_what_nobody_can_be_asked_about(
-    options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    served = {"stateless": True, **options}
-    governed = {name: served.pop(name) for name in ("policy", "approval_handler") if name in served}
-    with serving(Executor(registry_of({"wipe": guarded([]), "burn": guarded([]), "ask": ask}), **governed), **served):
-        pass
-    warnings = [text.partition(": ")[2] for text in messages_logged(caplog) if "Nobody can be asked" in text]
-    assert warnings == ([says] if says else [])

@@ -85,7 +85,7 @@ async def use(shelf: Shelf, client: Client, turns: int) -> None:
         for tool in tools[:-1]:
             number = int(tool.description.removeprefix("edition "))
             assert tool.input_schema["properties"]["n"] == {"const": number}
-            assert tool.output_schema == {"type": "object", "title": tool.description}
+            assert tool.output_schema == {"type": "object", "title": tool.description, "properties": {}}
             assert oldest[tool.name] <= number <= shelf.newest[tool.name]
         assert (await client.session.call_tool("stays", {"sent": turn})).structured_content == {"sent": turn}
         for module_id in oldest:

@@ -96,7 +96,7 @@ MERGED: dict[str, tuple[list[Any], dict[str, Any]]] = {
 
 
 @pytest.mark.requirement("FR-STREAM-001")
-async def test_a_stream_is_one_notification_a_chunk_and_then_the_merged_result(mode: str) -> None:
+async def test_a_stream_is_its_chunks_and_then_one_result(mode: str) -> None:
     streams = {name: StreamingModule(chunks) for name, (chunks, _) in MERGED.items()}
     async with connect({f"s.{name}": stream for name, stream in streams.items()}, mode=mode) as client:
         for name, (chunks, merged) in MERGED.items():
@@ -108,11 +108,11 @@ async def test_a_stream_is_one_notification_a_chunk_and_then_the_merged_result(m
             assert result.structured_content == json.loads(text_of(result)) == merged
 
 
-async def test_an_error_in_mid_stream_is_answered_like_any_other() -> None:
+async def test_an_error_in_mid_stream_is_any_error() -> None:
     failing: dict[str, tuple[Any, str]] = {
         "unexpected": (RuntimeError("/etc/passwd"), "Internal error occurred"),
         "acl": (ACLDeniedError("alice", "s"), "Access denied"),
-        "json": ({"n": math.nan}, "Failed to serialize module output"),
+        "json": ({"n": math.nan}, "Failed to serialize module output: nan at n"),
     }
     streams = {f"s.{name}": StreamingModule([{"n": 1}, last, {"n": 3}]) for name, (last, _) in failing.items()}
     async with connect(streams) as client:
@@ -123,7 +123,7 @@ async def test_an_error_in_mid_stream_is_answered_like_any_other() -> None:
             assert (result.is_error, text_of(result), result.structured_content) == (True, sentence, None)
 
 
-async def test_progress_that_a_module_reports_of_its_own_hides_no_chunk() -> None:
+async def test_a_modules_own_progress_hides_no_chunk() -> None:
     async def stream(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         await report_progress(context, 50, 100)
         yield {"a": 1}
@@ -137,8 +137,8 @@ async def test_progress_that_a_module_reports_of_its_own_hides_no_chunk() -> Non
 
 
 STREAMS: dict[str, tuple[list[Any], str]] = {
-    "s.nothing": ([], "Output validation failed (the tool has run)"),
-    "s.wrong": ([{"n": "x"}], "Output validation failed (the tool has run)"),
+    "s.nothing": ([], "Output validation failed (the tool has run):\n- (root): Field required (required)"),
+    "s.wrong": ([{"n": "x"}], "Output validation failed (the tool has run):\n- n: Value is not valid (type)"),
     "s.right": ([{"n": 1}, {"n": 2}], '{"n":2}'),
 }
 
@@ -153,7 +153,7 @@ async def test_a_stream_that_breaks_the_output_schema_is_an_error() -> None:
 
 
 @pytest.mark.requirement("FR-STREAM-001")
-async def test_without_token_or_annotation_a_streaming_module_is_simply_called() -> None:
+async def test_without_token_or_annotation_nothing_streams() -> None:
     note, told = noting()
     plain = StreamingModule([{"n": 1}], annotations=ModuleAnnotations(streaming=False))
     async with connect({"stream": StreamingModule([{"n": 1}]), "plain": plain}) as client:
@@ -162,7 +162,7 @@ async def test_without_token_or_annotation_a_streaming_module_is_simply_called()
     assert told == []
 
 
-async def test_sensitive_fields_of_chunks_are_treated_like_those_of_results() -> None:
+async def test_marked_fields_of_chunks_are_hidden() -> None:
     note, told = noting()
     field = {"type": "object", "properties": {"pin": {"type": "string", "x-sensitive": True}}}
     schema = {"type": "object", "properties": {"user": field, "n": {"type": "integer"}}}
@@ -181,7 +181,7 @@ async def ask_by_name(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 # ---- The wire of 2026-07-28, by hand ----
 
 
-async def test_key_names_the_question_and_every_round_has_a_state_of_its_own() -> None:
+async def test_each_round_has_a_state_of_its_own() -> None:
     async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         first = await elicit(context, "first", SCHEMA, key="name")
         return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
@@ -199,7 +199,7 @@ async def test_key_names_the_question_and_every_round_has_a_state_of_its_own() -
 
 
 @pytest.mark.requirement("FR-EXEC-007")
-async def test_a_state_resumes_the_call_it_was_made_for_once_and_nothing_else() -> None:
+async def test_a_state_resumes_its_own_call_once() -> None:
     runs: list[str] = []
 
     async def counted(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ async def ask_three(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     return {"answers": [answer and answer["name"] for answer in answers]}
 
 
-async def test_questions_of_one_call_are_open_at_once_and_a_retry_is_asked_for_the_rest() -> None:
+async def test_a_retry_is_asked_for_the_open_questions() -> None:
     """No key is used twice, nor one that is made up where the module has it."""
     async with wired({"ask": ask_three}) as wire:
         arguments = {"keys": ["approval", "approval-2", "approval", None, None]}
@@ -267,7 +267,7 @@ async def test_questions_of_one_call_are_open_at_once_and_a_retry_is_asked_for_t
     assert result.structured_content == {"answers": answers}
 
 
-async def test_a_handshake_client_is_asked_several_questions_at_once() -> None:
+async def test_a_handshake_client_is_asked_several_at_once() -> None:
     all_are_asked = asyncio.Barrier(3)
 
     async def answer(context: Any, params: Any) -> ElicitResult:
@@ -304,7 +304,7 @@ async def test_nothing_of_what_clients_answer_is_kept(mode: str) -> None:
     assert (len(asked), kept < 4_000_000) == (17, True), kept
 
 
-async def test_waiting_calls_of_handshake_clients_count_against_the_two_mebibytes() -> None:
+async def test_waiting_handshake_calls_count_against_the_bytes() -> None:
     """One more is refused, as a tool error, which every agent can show its model."""
     asked, waiting = asyncio.Event(), asyncio.Event()
     ended: list[str] = []
@@ -355,7 +355,7 @@ serve(Executor(registry, config=Config({"executor": {"global_timeout": 0, "defau
 
 
 @pytest.mark.once
-def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
+def test_beyond_a_thousand_parked_calls_one_is_refused() -> None:
     with RawClient(program(PATIENT)) as client:
 
         def ask(number: int, **retry: Any) -> Any:
@@ -376,7 +376,7 @@ def test_of_more_than_a_thousand_parked_calls_the_last_is_given_up() -> None:
         assert ask(1001)["result"]["resultType"] == "input_required"
 
 
-async def test_a_parked_call_keeps_nothing_of_a_requests_meta() -> None:
+async def test_a_parked_call_keeps_no_meta() -> None:
     """Each may be as large as a request, and a thousand calls may wait."""
 
     async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -395,7 +395,7 @@ async def test_a_parked_call_keeps_nothing_of_a_requests_meta() -> None:
     assert kept < 4_000_000
 
 
-async def test_parked_calls_hold_two_mebibytes_of_arguments_together_and_one_more_is_given_up() -> None:
+async def test_parked_calls_hold_two_mebibytes_together() -> None:
     """A call no longer counts when it is resumed, when it has ended, and when it was given up."""
     ended = threading.Event()
 
@@ -433,7 +433,7 @@ async def test_parked_calls_hold_two_mebibytes_of_arguments_together_and_one_mor
         await is_given_up("ask", {"text": "x" * 2**21})
 
 
-async def test_a_call_that_times_out_while_its_question_is_open_keeps_its_result() -> None:
+async def test_a_parked_call_that_times_out_keeps_its_result() -> None:
     runs, ended = [], threading.Event()
 
     async def impatient(inputs: dict[str, Any], context: Any) -> Any:
@@ -463,7 +463,7 @@ async def test_a_call_is_resumed_though_its_tool_has_gone() -> None:
         assert result.structured_content == {"answer": {"name": "Ada"}}
 
 
-async def test_a_client_that_can_no_longer_ask_is_asked_no_more() -> None:
+async def test_a_client_that_cannot_ask_is_asked_nothing() -> None:
     async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         first = await elicit(context, "first", SCHEMA, key="name")
         return {"first": first, "second": await elicit(context, "second", SCHEMA)}

@@ -12,7 +12,7 @@ import enum
 import json
 import logging
 import math
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytest
 from conftest import FunctionalModule, connect, echo, registry_of
@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
-from support import DATA, INTEGER, STRING, check, failure, messages_logged, nested, one, subschemas
+from support import DATA, INTEGER, STRING, check, messages_logged, nested, one, subschemas
 
 from apcore_mcp import to_openai_tools
 
@@ -99,7 +99,7 @@ CONVERTED = {
     "32-references-deep": (chain(32), one(nested(31))),
     "root-union-of-objects": (
         {"anyOf": [TO_POINT, SIMPLE], "$defs": {"Point": POINT}},
-        {"type": "object", "anyOf": [POINT, SIMPLE]},
+        {"type": "object", "properties": {}, "anyOf": [POINT, SIMPLE]},
     ),
     "nullable-root": ({**SIMPLE, "type": ["object", "null"]}, SIMPLE),
     # MCP's own schema wants an object for each property; everybody closes an object with a plain `false`.
@@ -168,7 +168,8 @@ def test_every_type_and_keyword_is_kept() -> None:
     properties |= {f"f_{name}": {**STRING, "format": name, "default": "x"} for name in formats}
     schema = {"type": "object", "title": "All", "description": "D", "properties": properties, "required": ["enum"]}
     schema |= {"dependentRequired": {"union": ["list"]}, "additionalProperties": {"type": "integer"}, "$comment": "c"}
-    assert check(schema) == schema
+    properties["array"]["items"] = properties["object"]["properties"] = {}  # said where nothing is, for some clients
+    assert check(schema) == {**schema, "properties": properties}
 
 
 # What no validator can work with, apcore's included: it comes from other dialects, other worlds and slips.
@@ -195,7 +196,6 @@ REFUSED = {
     "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
     "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
     "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
-    "dynamic": (one({"$dynamicRef": "#P"}, **{"$defs": {"P": {"$dynamicAnchor": "P", **STRING}}}), "$dynamicRef"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
     "33-references-deep-where-it-is-used-again": (DEEPER, "32"),
@@ -256,40 +256,6 @@ def test_a_default_that_json_cannot_say_is_dropped_and_not_the_module(default: A
 def test_a_text_that_looks_like_what_json_cannot_say_costs_no_example(text: str) -> None:
     field = {"type": "string", "description": f"Such as ,Infinity or {text}", "default": text, "examples": [text]}
     assert check(one(field))["properties"]["p"] == field
-
-
-async def test_a_pattern_that_only_pydantic_reads_is_described_and_checked_by_pydantic() -> None:
-    """Python's `re` and clients cannot compile it."""
-
-    class Name(BaseModel):
-        name: str = Field(pattern=r"^\p{L}+$", description="Letters of any script.")
-        plain: str = Field("a", pattern="^[a-z]+$")
-
-    module = FunctionalModule(echo, input_schema=Name)
-    async with connect({"a.greeting": module}, validate_inputs=True) as client:
-        (tool,) = (await client.list_tools()).tools
-        name, plain = (tool.input_schema["properties"][key] for key in ("name", "plain"))
-        assert "pattern" not in name
-        assert name["description"] == r"Letters of any script. (pattern: ^\p{L}+$)"
-        assert plain["pattern"] == "^[a-z]+$"
-        assert not (await client.call_tool("a.greeting", {"name": "Żółć"})).is_error
-        refused = failure(await client.call_tool("a.greeting", {"name": "R2-D2"}))
-        assert refused["error_message"].startswith("Input validation failed:\n- name: ")
-
-
-async def test_a_pattern_of_names_that_only_pydantic_reads_is_described_and_checked_by_pydantic() -> None:
-    class Counts(BaseModel):
-        of: dict[Annotated[str, Field(pattern=r"^\p{L}+$")], int] = Field(description="By word.")
-        plain: dict[Annotated[str, Field(pattern="^[a-z]+$")], int] = {}
-
-    async with connect({"a.count": FunctionalModule(echo, input_schema=Counts)}, validate_inputs=True) as client:
-        (tool,) = (await client.list_tools()).tools
-        words, plain = (tool.input_schema["properties"][key] for key in ("of", "plain"))
-        assert (words["additionalProperties"], words["description"]) == (INTEGER, r"By word. (names: ^\p{L}+$)")
-        assert "patternProperties" not in words
-        assert plain["patternProperties"] == {"^[a-z]+$": INTEGER}
-        assert not (await client.call_tool("a.count", {"of": {"słowo": 1}})).is_error
-        failure(await client.call_tool("a.count", {"of": {"R2-D2": 1}}))
 
 
 def test_a_dict_schema_with_a_pattern_that_python_cannot_compile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -377,7 +343,7 @@ OUTPUTS = {
     "formats": (
         {"type": "object", "properties": FORMATS}, {"type": "object", "properties": dict.fromkeys(FORMATS, STRING)},
     ),
-    "tuple": (one({"prefixItems": [INTEGER], "items": STRING}), one({"prefixItems": [INTEGER]})),
+    "tuple": (one({"prefixItems": [INTEGER], "items": STRING}), one({"prefixItems": [INTEGER], "items": {}})),
     "property_called_format": (one(ODD), one(ODD)),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import threading
+import typing
 from collections import UserDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -25,7 +26,7 @@ from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidati
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
-from pydantic import BaseModel, ConfigDict, Field, computed_field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, computed_field, field_validator
 from support import (
     REDACTED,
     SECRET_TEXT,
@@ -104,7 +105,7 @@ def quoting() -> Iterator[dict[bool, str]]:
 
 @pytest.mark.requirement("NFR-SEC-002", "NFR-SEC-003")
 @pytest.mark.parametrize("name", QUOTED)
-async def test_a_validation_error_never_repeats_a_sensitive_value(
+async def test_a_validation_error_repeats_no_secret(
     quoting: dict[bool, str], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, arguments, field = QUOTED[name]
@@ -246,7 +247,7 @@ def speaking() -> Iterator[str]:
 
 @pytest.mark.requirement("NFR-SEC-003")
 @pytest.mark.parametrize("how", [*SPEAKING, "refused"])
-async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
+async def test_a_secret_in_an_exception_is_told_nowhere(
     speaking: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
@@ -263,9 +264,7 @@ async def test_an_exception_that_quotes_a_secret_is_told_nowhere(
 
 
 @pytest.mark.parametrize("strategy", ["standard", "internal", "testing", "performance", "minimal"])
-async def test_which_modules_take_part_is_known_by_whatever_pipeline_an_executor_has(
-    strategy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_takes_part_is_known_in_every_pipeline(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     """Some have no approval gate, no validation or no middleware. Two servers may share one Executor."""
     modules: dict[str, Any] = {"quoting_it": quoting_it, "login.invalid": login_of(SPEAKING["invalid"])}
     executor = Executor(registry_of(modules), strategy=strategy)
@@ -279,7 +278,7 @@ async def test_which_modules_take_part_is_known_by_whatever_pipeline_an_executor
     assert len(errors_logged(caplog)) == 2
 
 
-async def test_a_module_that_an_executor_finds_in_its_own_way_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_module_found_in_another_way_takes_part(caplog: pytest.LogCaptureFixture) -> None:
     registry = registry_of({"quoting_it": quoting_it, "login.invalid": login_of(SPEAKING["invalid"])})
 
     class FindsItself(BaseStep):
@@ -295,7 +294,7 @@ async def test_a_module_that_an_executor_finds_in_its_own_way_takes_part(caplog:
     assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
 
 
-async def test_a_module_that_middleware_refuses_before_its_arguments_are_checked_takes_part(
+async def test_a_module_that_middleware_refuses_takes_part(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refuses(Middleware):
@@ -313,19 +312,21 @@ async def test_a_module_that_middleware_refuses_before_its_arguments_are_checked
 class Unwritable(BaseModel):
     """A model of which no JSON schema can be made."""
 
+    model_config = ConfigDict(extra="allow")
     password: str = Field(json_schema_extra={"x-sensitive": True})
     call: Callable[[], int] = int
 
 
-async def test_a_module_whose_schema_cannot_be_read_may_have_secrets(caplog: pytest.LogCaptureFixture) -> None:
-    modules = {"quoting_it": quoting_it, "login.unwritable": FunctionalModule(echo, input_schema=Unwritable)}
+async def test_an_unreadable_schema_may_have_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    failing = FunctionalModule(lambda i, c: SPEAKING["invalid"](i), input_schema=Unwritable)
+    modules = {"quoting_it": quoting_it, "login.unwritable": failing}
     async with connect(modules) as client:
-        result = await client.call_tool("quoting_it", {"how": "unwritable", "password": TOKEN})
+        result = await client.call_tool("quoting_it", {"how": "unwritable", "user": "bob", "password": TOKEN})
     failure(result, "Invalid input")
     assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
 
 
-async def test_a_module_that_has_been_replaced_meanwhile_took_part_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_replaced_module_took_part_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
 
     async def replacing(inputs: dict[str, Any], context: Any) -> NoReturn:
@@ -343,7 +344,7 @@ async def test_a_module_that_has_been_replaced_meanwhile_took_part_as_it_was(cap
     assert SECRET_TEXT not in result.model_dump_json() + everything_logged(caplog)
 
 
-async def test_a_module_without_secrets_that_calls_others_without_them_says_all(
+async def test_calls_without_secrets_say_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     modules = {"quoting_it": quoting_it, "login.open": FunctionalModule(lambda i, c: throw(InvalidInputError("no")))}
@@ -353,7 +354,7 @@ async def test_a_module_without_secrets_that_calls_others_without_them_says_all(
     assert "cannot log in: no {'how': 'open'} (trace " in errors_logged(caplog)[0].getMessage()
 
 
-async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_and_where(
+async def test_with_sensitive_input_only_the_place_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     modules = {f"login.{how}": login_of(SPEAKING[how]) for how in ("plain", "invalid")}
@@ -364,7 +365,7 @@ async def test_of_a_tool_with_sensitive_input_no_more_is_said_than_what_failed_a
     assert "login.plain - RuntimeError: (not shown: it may quote sensitive values)" in unexpected
     assert "login.invalid - InvalidInputError: (not shown: it may quote sensitive values)" in invalid
     for message in (unexpected, invalid):
-        assert re.search(r"values\) at test_secrets\.py:\d+ in throw \(trace \w+\)$", message)
+        assert re.search(r"values\) at test_secrets\.py:\d+ \(trace \w+\)$", message)
 
 
 REFUSING: dict[str, dict[str, Any]] = {
@@ -376,9 +377,7 @@ REFUSING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSING)
-async def test_the_log_of_a_failure_that_may_quote_a_secret_is_one_line_with_one_place(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_withheld_error_is_one_line_with_its_place(name: str, caplog: pytest.LogCaptureFixture) -> None:
     annotations = ModuleAnnotations(requires_approval=True)
     login = login_of(lambda inputs: json.loads(inputs["password"]), annotations=annotations)
     executor = Executor(registry_of({"login.now": login}), **REFUSING[name])
@@ -386,9 +385,8 @@ async def test_the_log_of_a_failure_that_may_quote_a_secret_is_one_line_with_one
     async with connect(executor, approval="off") as client:
         failure(await client.call_tool("login.now", arguments))
     (record,) = errors_logged(caplog)
-    place = r"test_secrets\.py:\d+ in <lambda>" if name == "JSONDecodeError" else r"\w+\.py:\d+ in \w+"
     unshown = r"\(not shown: it may quote sensitive values\)"
-    expected = rf"Tool call error: login\.now - {name}: {unshown} at {place} \(trace \w{{32}}\)"
+    expected = rf"Tool call error: login\.now - {name}: {unshown} at \w+\.py:\d+ \(trace \w{{32}}\)"
     assert re.fullmatch(expected, logging.Formatter("%(message)s").format(record))
 
 
@@ -417,7 +415,7 @@ GIVES_SECRETS = ["gives.invalid", "raises.token", "raises.computed", "passes.on"
 
 
 @pytest.mark.parametrize("tool", GIVES_SECRETS)
-async def test_a_secret_that_a_module_was_to_give_is_not_logged(tool: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_secret_to_be_given_is_not_logged(tool: str, caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {
         "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
         "raises.token": FunctionalModule(fail, output_schema=SECRETIVE),
@@ -516,7 +514,7 @@ def accounts() -> Iterator[dict[bool, str]]:
 
 
 @pytest.mark.parametrize("name", ACCOUNTS)
-async def test_sensitive_output_is_redacted_wherever_it_stands(
+async def test_sensitive_output_is_redacted(
     accounts: dict[bool, str], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With `redact_output=False` it is what the module gave."""
@@ -542,7 +540,7 @@ UNMARKED: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_a_mark_in_data_or_in_a_name_is_none(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_mark_in_data_or_a_name_is_none(caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {}
     for name, schema in UNMARKED.items():
         modules[f"gives.{name}"] = gives({"p": 1}, output_schema=schema)
@@ -558,22 +556,19 @@ ELSEWHERE = {"components": {"Node": of(again={"$ref": "#/components/Node"}, toke
 ODD_MARKS: dict[str, Any] = {
     "behind_a_reference": {**of(a={"$ref": "#/components/Node"}), **ELSEWHERE},
     "in_a_list_of_properties": {**of(a={"$ref": "#"}), "properties": [SECRET]},
-    "in_a_mistyped_keyword": {**of(a={"$ref": "#"}), "propertys": {"p": SECRET}},
 }
 
 
 @pytest.mark.parametrize("name", ODD_MARKS)
-async def test_a_mark_that_cannot_be_followed_leaves_its_module_out(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_mark_not_followed_leaves_its_module_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Without an output schema it would be served with what the mark was to hide."""
-    modules = {"t.odd": gives({"token": TOKEN}, output_schema=ODD_MARKS[name]), "t.other": echo}
+    modules = {"t.odd": gives({"a": {"token": TOKEN}}, output_schema=ODD_MARKS[name]), "t.other": echo}
     async with connect(modules, redact_output=True) as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == ["t.other"]
     assert "Module t.odd is left out" in caplog.text
 
 
-async def test_what_a_module_fails_with_is_withheld_where_its_marks_stand_in_odd_places(
+async def test_marks_in_odd_places_withhold_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     schema = {**of(token={"$ref": "#/components/Token"}), "components": {"Token": SECRET}}
@@ -591,7 +586,7 @@ async def test_what_is_hidden_is_not_promised(accounts: dict[bool, str]) -> None
         assert REDACTED not in json.dumps(schemas)
 
 
-async def test_a_mark_in_a_model_that_is_built_late_hides_under_both_names() -> None:
+async def test_a_mark_in_a_late_model_hides_its_alias() -> None:
     class Inner(BaseModel):
         model_config = ConfigDict(defer_build=True)
         token: str = Field(serialization_alias="tok", json_schema_extra={"x-sensitive": True})
@@ -603,6 +598,51 @@ async def test_a_mark_in_a_model_that_is_built_late_hides_under_both_names() -> 
     given = {"inner": Inner(token="S3CR3T")}
     async with connect({"a.late": gives(given, output_schema=Outer)}) as client:
         assert "S3CR3T" not in (await client.call_tool("a.late", {})).model_dump_json()
+
+
+# ---- pydantic's SecretStr ----
+
+
+class Connection(BaseModel):
+    user: str
+    password: SecretStr
+
+
+CONNECTION = Connection(user="bob", password=SecretStr(SECRET_TEXT))
+
+
+async def test_a_secret_str_is_a_mark(caplog: pytest.LogCaptureFixture) -> None:
+    """For answers, for what a call fails with, and for the log. The function is given the secret."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+    given: list[str] = []
+
+    def connect_as(login: Connection) -> str:
+        given.append(login.password.get_secret_value())
+        raise ValueError(f"cannot connect as {given[0]}")
+
+    def one() -> Connection:
+        return CONNECTION
+
+    def by_name() -> dict[str, Connection]:
+        return {"a": CONNECTION}
+
+    def anything() -> Any:
+        return [CONNECTION]
+
+    registry = Registry()
+    for function in (connect_as, one, by_name, anything):
+        apcore_module(function, id=f"a.{function.__name__}", registry=registry)
+    hidden = {"user": "bob", "password": REDACTED}
+    shown = {"a.one": hidden, "a.by_name": {"a": hidden}, "a.anything": {"result": [hidden]}}
+    async with connect(registry) as client:
+        login = {"login": {"user": "bob", "password": SECRET_TEXT}}
+        failure(await client.call_tool("a.connect_as", login), "Internal error occurred")
+        for name, expected in shown.items():
+            assert parsed(success_text(await client.call_tool(name, {}))) == expected
+        wrong = failure(await client.call_tool("a.connect_as", {"login": {"user": [], "password": SECRET_TEXT}}))
+    assert given == [SECRET_TEXT]
+    assert len(errors_logged(caplog)) == 2
+    assert SECRET_TEXT not in everything_logged(caplog) + str(wrong)
 
 
 # ---- Models inside what a module returns, and what apcore logs of a call ----
@@ -628,7 +668,7 @@ PATIENT = Patient(name="Ann", socialNumber=SECRET_TEXT)
 class Round(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def first(self) -> Any:
+    def first(self) -> Patient:
         return PATIENT
 
 
@@ -640,8 +680,6 @@ HELD: dict[str, Any] = {
     "in_a_dataclass": Bed(PATIENT),
     "by_a_number": {1: PATIENT},
     "by_bytes": {b"a": PATIENT},
-    "among_the_values_of_a_dict": {"a": PATIENT}.values(),
-    "among_its_items": {"a": PATIENT}.items(),
     "in_a_user_dict": UserDict(a=PATIENT),
     "in_a_read_only_dict": MappingProxyType({"a": PATIENT}),
     "computed": Round(),
@@ -649,7 +687,7 @@ HELD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD)
-async def test_a_model_in_a_container_is_redacted_by_its_own_marks_at_every_door(held: Any) -> None:
+async def test_a_model_in_a_container_is_redacted(held: Any) -> None:
     def any_(**_: Any) -> Any:
         return held
 
@@ -677,8 +715,8 @@ async def test_a_model_in_a_container_is_redacted_by_its_own_marks_at_every_door
         assert SECRET_TEXT in (await client.call_tool("an.any", {})).model_dump_json(by_alias=True)
 
 
-async def test_a_model_keeps_its_marks_through_a_binding_with_schemas_and_where_another_module_passes_it_on() -> None:
-    """And middleware may copy what the module gave."""
+async def test_a_model_is_redacted_in_a_binding() -> None:
+    """And where middleware copies what the module gave."""
 
     class Copying(Middleware):
         def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
@@ -689,37 +727,49 @@ async def test_a_model_keeps_its_marks_through_a_binding_with_schemas_and_where_
         return PATIENT
 
     counting = {"type": "object", "properties": {"count": {"type": "integer"}}}
-    registry = registry_of({"a.class": gives(PATIENT), "a.caller": calls("a.class")})
+    registry = registry_of({"a.class": gives(PATIENT)})
     module = FunctionModule(bound, "a.binding")
     vars(module).update(input_schema=counting, output_schema={"type": "object"})  # as of a binding file
     registry.register("a.binding", module)
-    registry.register("a.caller_of_it", FunctionalModule(calls("a.binding", count=1)))
-    copying = Executor(registry, middlewares=[Copying()])  # what a caller passes on is a copy then
-    direct = ("a.class", "a.binding")
-    for executor, names in ((Executor(registry), (*direct, "a.caller", "a.caller_of_it")), (copying, direct)):
+    for executor in (Executor(registry), Executor(registry, middlewares=[Copying()])):
         async with connect(executor) as client:
-            for name in names:
+            for name in ("a.class", "a.binding"):
                 result = await client.call_tool(name, {"count": 1})
                 text = result.model_dump_json(by_alias=True)
                 assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
 
 
-async def test_a_hook_is_shown_no_marked_value_of_a_dump_by_other_names_than_the_schema_has() -> None:
-    shown: list[Any] = []
+class Person(BaseModel):
+    """As `Patient`, without marks."""
 
-    class Watching(Middleware):
-        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-            shown.append(context.redacted_output)
-
-    dump = PATIENT.model_dump()
-    registry = registry_of({"a.dump": gives(dump, output_schema=Patient)})
-    async with connect(Executor(registry, middlewares=[Watching()])) as client:
-        assert not (await client.call_tool("a.dump", {})).is_error
-    assert len(shown) == 1
-    assert SECRET_TEXT not in str(shown)
+    name: str
+    socialNumber: str = ""
 
 
-async def test_an_error_beside_a_model_that_marks_something_is_not_quoted_in_the_log(
+@pytest.mark.parametrize(
+    "hint", [dict[str, str], list[dict[str, str]], Person, list[Person], dict[str, Person]], ids=str
+)
+async def test_a_marked_model_fits_no_other_hint(hint: Any) -> None:
+    """By which nothing would be hidden."""
+    kind = typing.get_origin(hint)
+    held: Any = PATIENT
+    if kind is list:
+        held = [PATIENT]
+    elif hint == dict[str, Person]:
+        held = {"a": PATIENT}
+
+    def give() -> None:
+        return held  # type: ignore[no-any-return]
+
+    give.__annotations__["return"] = hint
+    registry = Registry()
+    registry.register("a.patient", FunctionModule(give, "a.patient"))
+    async with connect(registry) as client:
+        result = await client.call_tool("a.patient", {})
+    assert SECRET_TEXT not in result.model_dump_json(by_alias=True)
+
+
+async def test_a_refused_marked_model_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     schema = {"type": "object", "properties": {"held": {"type": "integer"}}}
@@ -728,7 +778,7 @@ async def test_an_error_beside_a_model_that_marks_something_is_not_quoted_in_the
     assert SECRET_TEXT not in caplog.text
 
 
-async def test_what_apcore_logs_shows_no_value_while_something_is_marked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_apcores_log_shows_no_marked_value(caplog: pytest.LogCaptureFixture) -> None:
     model = SchemaLoader(Config()).generate_model(
         {"type": "object", "properties": {"pin": {"type": "string", "format": "uuid", "x-sensitive": True}}}, "Pin"
     )

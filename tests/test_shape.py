@@ -1,35 +1,223 @@
-"""The one file holds to what its docstring says of it: rooms, in order, each using only what stands above."""
+"""The house: which files there are, what each may import and how large it may be, and what holds for all of them."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tokenize
 import tomllib
 from bisect import bisect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import EXTENSIONS, ROOT, RawClient
 
-import apcore_mcp.core
+import apcore_mcp
 
-LINES_MAX = 6_400  # of core.py, all of them
-SOURCE = Path(apcore_mcp.core.__file__).read_text("utf-8")
-BANNERS = [(line, m[1]) for line, text in enumerate(SOURCE.split("\n"), 1) if (m := re.match(r"# ---- (\w+): ", text))]
+PACKAGE = Path(apcore_mcp.__file__).parent
+FILES = {path.stem: path.read_text("utf-8") for path in sorted(PACKAGE.glob("*.py"))}
+TREES = {name: ast.parse(text) for name, text in FILES.items()}
+
+# ---- Imports ----
+
+# What each file may import of the package, and what only inside of a function: there it may be missing.
+ALWAYS = {
+    "__init__": {"approval", "core", "discovery", "openai"},
+    "__main__": {"core", "discovery", "log"},
+    "core": {"approval", "discovery", "execution", "log"},
+    "openai": {"core"},
+    "explorer": {"core"},
+    "export": {"core"},
+    "metrics": {"core"},
+    "search": {"core"},
+    "tasks": {"core"},
+}
+LATER = {
+    "__main__": {"export"},
+    "core": {"explorer", "metrics", "search", "tasks"},
+    "openai": {"search"},
+}
+
+
+def imports(node: ast.AST, later: bool = False) -> Iterator[tuple[str, bool]]:
+    """The files of the package that are imported below `node`, and whether only in a function or for type checkers."""
+    if isinstance(node, ast.ImportFrom) and node.level:
+        names = [node.module] if node.module else [alias.name for alias in node.names]
+        yield from ((name, later) for name in names if name != "__version__")
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        later = True
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        later = True
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, later)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_one_way(name: str) -> None:
+    """From the top to core.py, and from there to what knows nothing of the others."""
+    found = set(imports(TREES[name]))
+    always = {file for file, later in found if not later}
+    later = {file for file, later in found if later}
+    assert always <= ALWAYS.get(name, set())
+    assert later <= ALWAYS.get(name, set()) | LATER.get(name, set())
+
+
+def test_imports_have_no_circle() -> None:
+    """But for those in functions, which are made when all files are there."""
+    needed = {name: {file for file, later in imports(tree) if not later} for name, tree in TREES.items()}
+    imported: set[str] = set()
+    while imported < needed.keys():
+        ready = {name for name, files in needed.items() if files <= imported} - imported
+        assert ready, needed.keys() - imported
+        imported |= ready
+
+
+def private(names: set[str]) -> set[str]:
+    return {name for name in names if re.match(r"_(?!_)\w", name)}
+
+
+def names_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The private names that a file defines, and those that it uses."""
+    defined, used = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            (used if isinstance(node.ctx, ast.Load) else defined).add(name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            used |= {alias.name for alias in node.names}
+    return private(defined), private(used)
+
+
+def test_no_file_uses_a_private_name_of_another() -> None:
+    names = {name: names_in(tree) for name, tree in TREES.items()}
+    for name, (own, used) in names.items():
+        for other, (defined, _) in names.items():
+            assert (used - own) & defined == set(), f"{name}.py uses a private name of {other}.py"
+
+
+def test_an_import_changes_no_logger() -> None:
+    """Neither ours nor one of apcore, the SDK or anybody else."""
+    program = """
+import logging, pkgutil, importlib, json
+import apcore, apcore.decorator, apcore.bindings, mcp.server, uvicorn, starlette.routing, pydantic, jsonschema
+
+def state():
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict}
+    loggers = {name: log for name, log in loggers.items() if isinstance(log, logging.Logger)}
+    return {name: [log.level, len(log.handlers), len(log.filters), log.disabled] for name, log in loggers.items()}
+
+before = state()
+import apcore_mcp
+for file in pkgutil.iter_modules(apcore_mcp.__path__):
+    if file.name not in ("auth", "__main__"):
+        importlib.import_module(f"apcore_mcp.{file.name}")
+new = [0, 0, 0, False]
+print(json.dumps([name for name, now in state().items() if now != before.get(name, new)]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert json.loads(ended.stdout) == [], ended.stderr
+
+
+# ---- A copy without its optional files ----
+
+WITHOUT = {
+    "tasks": ["--task-after", "3"],
+    "search": ["--search"],
+    "explorer": ["--explorer", "--transport", "streamable-http"],
+    "export": ["--export", "mcp"],
+    "metrics": ["--metrics", "--transport", "streamable-http"],
+}
+
+
+@pytest.mark.parametrize("file", WITHOUT)
+def test_a_vendored_copy_works_without_an_optional_file(file: str, tmp_path: Path) -> None:
+    """And what the file is for says in one line that it is missing."""
+    copied = tmp_path / "anyproject" / "_vendor" / "apcore_mcp"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__", f"{file}.py"))
+    command = [sys.executable, "-m", "anyproject._vendor.apcore_mcp", "--extensions-dir", str(EXTENSIONS)]
+    with RawClient(command, cwd=tmp_path) as client:
+        client.initialize()
+        assert len(client.request("tools/list")["result"]["tools"]) == 18
+        call = {"name": "text.slugify", "arguments": {"text": "One House"}}
+        assert "one-house" in client.request("tools/call", call)["result"]["content"][0]["text"]
+        assert client.end()[0] == 0
+    options: Any = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 30}
+    ended = subprocess.run([*command, *WITHOUT[file]], **options)
+    (line,) = ended.stderr.splitlines()
+    assert re.fullmatch(rf"Error: .*\b{file}\b.*", line)
+    assert (ended.returncode in (1, 2), ended.stdout) == (True, "")
+
+
+# ---- Sizes ----
+
+
+def lines_of_code(name: str) -> int:
+    """Without blank lines, comments and docstrings."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(FILES[name]).readline):
+        if token.type not in no_code:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                lines -= {*range(first.lineno, (first.end_lineno or 0) + 1)}
+    return len(lines)
+
+
+@pytest.mark.requirement("NFR-MAINT-001")
+@pytest.mark.xfail(strict=True, reason="core.py is larger than it is to be")
+def test_the_bridge_is_read_in_one_sitting() -> None:
+    """NFR-MAINT-001 asks for a core of 1,200 lines of code at most. The bound here is above that, and says by how much:
+    1,650 for core.py, the bridge, and 3,100 for the whole package. It is not to be moved: who meets it asks which
+    feature, or which second way, is not needed. Neither is kept yet: see the next test.
+    """
+    sizes = {name: lines_of_code(name) for name in FILES}
+    assert sizes["core"] <= 1_650
+    assert sum(sizes.values()) <= 3_100
+
+
+def test_the_bridge_only_shrinks() -> None:
+    """Until it is as small as it is to be. These figures go down, never up."""
+    assert lines_of_code("core") <= 2_480
+    assert sum(map(lines_of_code, FILES)) <= 4_100
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"core"}))
+def test_a_file_beside_the_bridge_has_one_job(name: str) -> None:
+    assert lines_of_code(name) <= (100 if name == "__main__" else 300)
+
+
+# ---- core.py: rooms, in order ----
+
+BANNERS = [
+    (number, banner[1])
+    for number, line in enumerate(FILES["core"].split("\n"), 1)
+    if (banner := re.match(r"# ---- (\w+): ", line))
+]
 
 
 def room_of(line: int) -> int:
-    """Which room a line stands in; 0 is the head of the file."""
+    """Which room of core.py a line stands in; 0 is the head of the file."""
     return bisect([start for start, _ in BANNERS], line)
 
 
 def test_a_room_uses_only_what_stands_above_it() -> None:
-    tree = ast.parse(SOURCE)
+    tree = TREES["core"]
     at: dict[str, int] = {}
     for node in tree.body:
         for target in getattr(node, "targets", [getattr(node, "target", node)]):
@@ -38,19 +226,16 @@ def test_a_room_uses_only_what_stands_above_it() -> None:
     parts = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
     annotations = {inner for part in parts if part is not None for inner in ast.walk(part)}
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in annotations]
-    assert at["_Tool"] > 0
+    assert at["Tool"] > 0
     below = [f"line {node.lineno} uses {node.id}" for node in used if at.get(node.id, 0) > room_of(node.lineno)]
     assert below == []
 
 
-@pytest.mark.requirement("NFR-MAINT-001")
-def test_the_file_stays_one_that_a_person_can_review() -> None:
-    """A tripwire and not a goal: who meets it asks first which feature, or which second path, is not needed."""
-    assert SOURCE.count("\n") <= LINES_MAX
+# ---- What is declared ----
 
 
 @pytest.mark.requirement("NFR-MAINT-002", "NFR-COMPAT-001", "NFR-COMPAT-002", "NFR-COMPAT-003", "NFR-PORT-002")
-def test_what_the_project_declares_is_what_is_required() -> None:
+def test_the_project_declares_what_is_required() -> None:
     """Python 3.11 to 3.14, apcore and the MCP SDK and nothing else on any platform, 95 % of lines and branches."""
     declared: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     project = declared["project"]
@@ -64,17 +249,25 @@ def test_what_the_project_declares_is_what_is_required() -> None:
 
 
 @pytest.mark.requirement("NFR-MAINT-003")
-def test_what_tests_start_is_this_checkout_though_another_copy_could_be_found(tmp_path: Path) -> None:
+def test_what_tests_start_is_this_checkout(tmp_path: Path) -> None:
+    """Though another copy could be found."""
     (tmp_path / "apcore_mcp").mkdir()
     (tmp_path / "apcore_mcp" / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}"}
     program = [sys.executable, "-P", "-c", "import apcore_mcp; print(apcore_mcp.__file__)"]
     started = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-    assert Path(started.stdout.strip()).parent == ROOT / "apcore_mcp" == Path(apcore_mcp.core.__file__).parent
+    assert Path(started.stdout.strip()).parent == ROOT / "apcore_mcp" == PACKAGE
+
+
+PUBLIC = (
+    "MCPServer MCP_ELICIT_KEY MCP_PROGRESS_KEY ElicitationApprovalHandler __version__ async_serve discover elicit"
+    " from_openai_call from_openai_name report_progress run_openai_call serve to_openai_tools"
+).split()
 
 
 def test_everything_public_is_annotated() -> None:
-    assert Path(apcore_mcp.core.__file__).with_name("py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
+    assert {*apcore_mcp.__all__} == {*PUBLIC}
     public = [getattr(apcore_mcp, name) for name in apcore_mcp.__all__]
     functions = [thing for thing in public if inspect.isfunction(thing)]
     for kind in filter(inspect.isclass, public):

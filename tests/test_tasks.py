@@ -37,6 +37,7 @@ from support import SCHEMA, answer, calls, guarded, modern, request
 
 from apcore_mcp import async_serve, elicit, report_progress, serve
 
+WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 TASKS = "io.modelcontextprotocol/tasks"
 LONG = ModuleAnnotations(extra={"mcp_async": True})
 CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
@@ -131,7 +132,7 @@ def without_meta(result: dict[str, Any]) -> dict[str, Any]:
     ("metadata", "extra"), [({}, {"mcp_async": True}), ({}, {"mcp_async": "true"}), ({"async": True}, {}),
                             ({"async": "true"}, {})]
 )  # fmt: skip
-async def test_a_module_that_is_marked_as_long_is_a_task_at_once(metadata: Any, extra: Any) -> None:
+async def test_a_long_module_is_a_task_at_once(metadata: Any, extra: Any) -> None:
     module = FunctionalModule(echo, metadata=metadata, annotations=ModuleAnnotations(extra=extra))
     async with wired({"long": module}) as wire:
         handle = await wire.call("long", {"n": 1})
@@ -152,7 +153,7 @@ async def test_a_module_that_is_marked_as_long_is_a_task_at_once(metadata: Any, 
 
 
 @pytest.mark.parametrize("marks", [{"mcp_async": False}, {"mcp_async": "no"}, {"mcp_async": 1}, {}])
-async def test_any_other_module_is_a_task_once_it_has_run_for_task_after_seconds(marks: Any) -> None:
+async def test_any_other_module_is_a_task_after_a_while(marks: Any) -> None:
     go_on = asyncio.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -167,23 +168,35 @@ async def test_any_other_module_is_a_task_once_it_has_run_for_task_after_seconds
         assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"done": True}
 
 
-async def test_without_a_number_only_marked_modules_are_tasks() -> None:
-    async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await asyncio.sleep(0.05)
-        return {}
+def test_without_a_number_only_marked_modules_are_tasks() -> None:
+    async def story(clock: Clock) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
 
-    async with wired({"slow": slow, "long": long(slow)}, task_after=None) as wire:
-        assert (await wire.call("slow"))["resultType"] == "complete"
-        assert (await wire.call("long"))["resultType"] == "task"
+        async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            begun.set()
+            await go_on.wait()
+            return {}
+
+        executor = Executor(registry_of({"slow": slow, "long": long(slow)}), config=WITHOUT_LIMIT)
+        async with wired(executor, task_after=None) as wire:
+            wire.http.timeout = httpx.Timeout(None)  # or it would be over, too
+            call = asyncio.create_task(wire.call("slow"))
+            await asyncio.wait_for(begun.wait(), 20)
+            await clock.put_forward(1_000)
+            go_on.set()
+            assert (await call)["resultType"] == "complete"
+            assert (await wire.call("long"))["resultType"] == "task"
+
+    with_clock(story)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_task_after_is_a_number_of_seconds_or_none(seconds: float) -> None:
-    with pytest.raises(ValueError, match="task_after must be a number of seconds, or None; got"):
+    with pytest.raises(ValueError, match="task_after"):
         serve(Registry(), task_after=seconds)
 
 
-async def test_a_call_through_search_is_a_task_as_under_its_own_name() -> None:
+async def test_a_call_through_search_is_a_task_too() -> None:
     async with wired({"long": long(echo)}, search=True) as wire:
         task_id = await wire.begin("call_tool", {"name": "long", "arguments": {"n": 1}})
         assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"n": 1}
@@ -192,7 +205,7 @@ async def test_a_call_through_search_is_a_task_as_under_its_own_name() -> None:
 # ---- Who sees nothing of it ----
 
 
-async def test_without_the_extension_a_call_is_what_it_was() -> None:
+async def test_without_the_extension_there_are_no_tasks() -> None:
     async with wired({"long": long(echo)}, task_after=0) as wire:
         task_id = await wire.begin("long")
         for capabilities in ({}, {"extensions": {}}, {"extensions": {"io.modelcontextprotocol/ui": {}}}):
@@ -202,7 +215,7 @@ async def test_without_the_extension_a_call_is_what_it_was() -> None:
                 assert await wire.refusal(method, {"taskId": task_id}) == (-32021, REQUIRED)
 
 
-def test_a_handshake_client_sees_nothing_of_it() -> None:
+def test_a_handshake_client_sees_no_tasks() -> None:
     modules = """
 @tool
 def echo(inputs, context):
@@ -220,7 +233,7 @@ serve(registry)
             assert error == {"code": -32601, "message": "Method not found", "data": method}
 
 
-async def test_only_servers_that_keep_something_offer_tasks() -> None:
+async def test_a_stateless_server_offers_no_tasks() -> None:
     for stateless in (False, True):
         async with wired({"long": long(echo)}, stateless=stateless) as wire:
             capabilities = (await wire.ask("server/discover"))["capabilities"]
@@ -247,7 +260,8 @@ async def test_nobody_can_listen_to_tasks() -> None:
 # ---- Who may ask for a task ----
 
 
-async def test_what_is_wrong_with_a_request_is_told_in_this_order() -> None:
+async def test_what_is_wrong_with_a_request() -> None:
+    """The extension, the header, the task: what is wrong first is told."""
     async with wired({"long": long(echo)}) as wire:
         task_id = await wire.begin("long")
         for method in ("tasks/get", "tasks/update", "tasks/cancel"):
@@ -286,7 +300,7 @@ async def test_a_task_is_its_callers_own() -> None:
 # ---- What is told of it ----
 
 
-async def test_the_last_progress_is_told_with_or_without_a_token() -> None:
+async def test_the_last_progress_is_told() -> None:
     steps: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
     told = asyncio.Event()
 
@@ -309,7 +323,7 @@ async def test_the_last_progress_is_told_with_or_without_a_token() -> None:
         await wire.until(task_id, "completed")
 
 
-async def test_an_error_of_the_tool_completes_a_task_and_one_of_the_protocol_fails_it() -> None:
+async def test_a_tools_error_completes_and_the_protocols_fails() -> None:
     def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         raise OSError("/etc/passwd")
 
@@ -332,7 +346,7 @@ async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     return {"names": [each and each["name"] for each in [*both, third]]}
 
 
-async def test_all_open_questions_are_told_and_each_is_answered_by_itself() -> None:
+async def test_each_open_question_is_answered_by_itself() -> None:
     async with wired({"interview": long(interview)}) as wire:
         task_id = await wire.begin("interview")
         assert await wire.questions(task_id) == {"name": "1?", "name-2": "2?"}
@@ -351,7 +365,7 @@ async def test_all_open_questions_are_told_and_each_is_answered_by_itself() -> N
         await wire.update(task_id, {"name": ADA})
 
 
-async def test_a_question_before_there_is_a_task_is_asked_as_ever() -> None:
+async def test_a_question_before_there_is_a_task() -> None:
     go_on = asyncio.Event()
 
     async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -373,7 +387,7 @@ async def test_a_question_before_there_is_a_task_is_asked_as_ever() -> None:
         assert task["result"]["structuredContent"] == {"names": [{"name": "Ada"}] * 2}
 
 
-async def test_approval_is_asked_first_however_soon_a_call_would_be_a_task() -> None:
+async def test_approval_is_asked_before_there_is_a_task() -> None:
     go_on = asyncio.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -391,7 +405,7 @@ async def test_approval_is_asked_first_however_soon_a_call_would_be_a_task() -> 
         await wire.until(handle["taskId"], "completed")
 
 
-async def test_approval_is_asked_before_there_is_a_task_and_inside_it_for_what_it_calls() -> None:
+async def test_approval_inside_a_task() -> None:
     runs: list[dict[str, Any]] = []
     annotations = ModuleAnnotations(requires_approval=True, extra={"mcp_async": True})
     yes = {"action": "accept", "content": {"approve": True}}
@@ -418,7 +432,7 @@ async def test_approval_is_asked_before_there_is_a_task_and_inside_it_for_what_i
 
 
 @pytest.mark.parametrize("kind", ["async", "sync", "asks"])
-async def test_a_task_is_cancelled_by_its_client_and_an_ended_one_is_not(kind: str) -> None:
+async def test_a_client_cancels_its_task(kind: str) -> None:
     ended, begun = threading.Event(), threading.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -451,9 +465,12 @@ async def test_a_task_is_cancelled_by_its_client_and_an_ended_one_is_not(kind: s
         assert without_meta(await wire.get(task_id)) == without_meta(task)
 
 
-async def test_a_module_that_is_marked_has_no_limit_of_apcores_but_its_own() -> None:
+async def test_a_long_module_has_its_own_limit_alone() -> None:
+    """What it calls has apcore's, and so has a long module that is called by who knows no tasks."""
+    go_on = asyncio.Event()
+
     async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await asyncio.sleep(0.4)
+        await go_on.wait()
         return {"done": True}
 
     limits = {"default_timeout": 50, "global_timeout": 100}
@@ -462,22 +479,26 @@ async def test_a_module_that_is_marked_has_no_limit_of_apcores_but_its_own() -> 
         "long": long(slow),
         "above": long(calls("own")),
         "below": long(calls("slow")),
-        "own": FunctionalModule(slow, resources={"timeout": 5000}),
-        "hasty": long(slow, resources={"timeout": 60}),
+        "own": FunctionalModule(slow, resources={"timeout": 20_000}),
+        "hasty": long(slow, resources={"timeout": 150}),
     }
     executor = Executor(registry_of(modules), config=Config({"executor": limits}))
     async with wired(executor) as wire:
         tasks = {name: await wire.begin(name) for name in ("long", "above", "below", "hasty")}
-        for name in ("long", "above"):
-            assert (await wire.until(tasks[name], "completed"))["result"]["structuredContent"] == {"done": True}
-        for name, milliseconds in (("below", 50), ("hasty", 60)):  # not "cancelled", though its token is set
+        for name, milliseconds in (("below", 50), ("hasty", 150)):  # not "cancelled", though its token is set
             result = (await wire.until(tasks[name], "completed"))["result"]
             assert result["content"][0]["text"] == f"Module timed out after {milliseconds}ms"
         wire.capabilities = {}
         assert (await wire.call("long"))["content"][0]["text"] == "Module timed out after 50ms"
+        wire.capabilities = {"extensions": {TASKS: {}}}
+        go_on.set()
+        for name in ("long", "above"):
+            assert (await wire.until(tasks[name], "completed"))["result"]["structuredContent"] == {"done": True}
 
 
-def test_a_task_is_kept_for_an_hour_after_its_end_and_nothing_of_it_after_that() -> None:
+def test_an_ended_task_is_kept_for_an_hour() -> None:
+    """And then nothing of it, though its module has left a timer running."""
+
     async def story(clock: Clock) -> None:
         go_on = asyncio.Event()
 
@@ -532,9 +553,8 @@ serve(registry, task_after=0, shutdown_seconds=2.0)
 
 
 @pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 1.9)), ("wait", (1.9, 8))])
-def test_the_end_of_the_server_ends_its_tasks_and_waits_for_none_that_waits(
-    tool: str, limits: tuple[float, float]
-) -> None:
+def test_a_server_that_ends_ends_its_tasks(tool: str, limits: tuple[float, float]) -> None:
+    """It waits for those that work, and for none that waits for its user."""
     with RawClient(program(ENDS)) as client:
         asked = request(1, "tools/call", name=f"t.{tool}", arguments={})
         asked["params"]["_meta"][CAPABILITIES] = {"extensions": {TASKS: {}}, "elicitation": {}}
@@ -552,7 +572,8 @@ def test_the_end_of_the_server_ends_its_tasks_and_waits_for_none_that_waits(
 
 
 @pytest.mark.once
-async def test_of_more_than_a_thousand_tasks_the_last_simply_waits_and_told_results_make_room() -> None:
+async def test_of_a_thousand_tasks_one_more_is_none() -> None:
+    """Its client waits for the result. Those that have ended do not count, whether anybody has fetched them or not."""
     go_on = asyncio.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -564,51 +585,67 @@ async def test_of_more_than_a_thousand_tasks_the_last_simply_waits_and_told_resu
         assert (await wire.call("echo"))["resultType"] == "complete"
         go_on.set()
         await wire.until(tasks[-1], "completed")
-        await wire.begin("echo")
-        assert (await wire.refusal("tasks/get", {"taskId": tasks[-1]}))[0] == -32602
-        assert (await wire.call("echo"))["resultType"] == "complete"
+        for _ in range(10):
+            await wire.until(await wire.begin("echo"), "completed")
         assert (await wire.get(tasks[0]))["status"] == "completed"
 
 
-async def test_results_are_kept_in_bounded_bytes_together_and_for_each_caller() -> None:
-    """16 MiB each and 64 together. What clients have been told makes room; where that does not do, a call that begins
-    simply waits for its result, and of a task that has ended the result is an error."""
+async def test_a_named_caller_has_half_of_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apcore_mcp.tasks._RUNNING_MAX", 4)
     go_on = asyncio.Event()
 
-    async def large(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        if inputs:
-            await go_on.wait()
-        return {"text": "x" * 2_500_000}  # and as much structured content
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await go_on.wait()
+        return {}
 
     named = [Middleware(AuthenticationMiddleware, backend=Name())]
-    async with wired({"large": long(large)}, middleware=named) as anybody:
-        first, second, third, fourth, last = (Wire(anybody.http, name) for name in ("1", "2", "3", "4", "5"))
-
-        async def is_task(wire: Wire) -> bool:
-            return bool((await wire.call("large"))["resultType"] == "task")
-
-        told = await first.begin("large")
-        assert [await is_task(first) for _ in range(3)] == [True, True, False]
-        await first.until(told, "completed")
-        assert [await is_task(first) for _ in range(2)] == [True, False]
-        assert (await first.refusal("tasks/get", {"taskId": told}))[0] == -32602
-
-        waiting = [await second.begin("large", {"waits": True}) for _ in range(4)]
+    async with wired({"wait": long(wait), "echo": long(echo)}, middleware=named) as anybody:
+        ann, bob, eve = (Wire(anybody.http, name) for name in ("ann", "bob", "eve"))
+        tasks = []
+        for wire in (ann, bob):
+            tasks = [await wire.begin("wait") for _ in range(2)]
+            assert (await wire.call("echo"))["resultType"] == "complete"
+        assert (await eve.call("echo"))["resultType"] == "complete"
         go_on.set()
-        assert [await is_task(third) for _ in range(4)] == [True, True, True, False]
-        told = await fourth.begin("large")
-        assert [await is_task(fourth) for _ in range(3)] == [True, True, False]
-        assert [await is_task(last) for _ in range(2)] == [True, False]
-        await fourth.until(told, "completed")
-        assert [await is_task(last) for _ in range(2)] == [True, False]
-
-        results = [(await second.until(task_id, "completed"))["result"] for task_id in waiting]
-        assert [result["isError"] for result in results] == [False, False, False, True]
-        assert "has run" in results[-1]["content"][0]["text"]
+        for task_id in tasks:
+            await bob.until(task_id, "completed")
+        for wire in (bob, eve):
+            assert (await wire.call("echo"))["resultType"] == "task"
 
 
-async def test_arguments_of_tasks_are_bounded_and_one_caller_leaves_room_for_others() -> None:
-    """In memory they take ninety times their JSON. Where there is no room, a call simply waits for its result."""
+async def test_of_64_mebibytes_of_results_the_oldest_go() -> None:
+    async def large(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"text": "x" * 2_500_000}  # and as much structured content
+
+    async with wired({"large": long(large)}) as wire:
+        tasks = []
+        for _ in range(15):
+            tasks.append(await wire.begin("large"))
+            await wire.until(tasks[-1], "completed")
+        for number, task_id in enumerate(tasks):
+            if number < 2:
+                assert (await wire.refusal("tasks/get", {"taskId": task_id}))[0] == -32602
+            else:
+                assert (await wire.get(task_id))["status"] == "completed"
+
+
+async def test_nothing_is_left_of_results_that_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No timer: or who calls often makes the server grow for an hour."""
+    monkeypatch.setattr("apcore_mcp.tasks._RESULT_BYTES_MAX", 20_000)
+
+    def timers() -> int:
+        handles = [each for each in gc.get_objects() if isinstance(each, asyncio.TimerHandle)]
+        return sum(not handle.cancelled() for handle in handles)
+
+    async with wired({"echo": long(echo)}) as wire:
+        before = timers()
+        for _ in range(300):
+            await wire.begin("echo")
+        assert timers() - before < 100
+
+
+async def test_arguments_of_tasks_have_two_mebibytes() -> None:
+    """In memory they take ninety times their JSON. One more call is no task, and those that end make room."""
     begun, go_on = asyncio.Semaphore(0), asyncio.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -616,32 +653,15 @@ async def test_arguments_of_tasks_are_bounded_and_one_caller_leaves_room_for_oth
         await go_on.wait()
         return {}
 
-    named = [Middleware(AuthenticationMiddleware, backend=Name())]
     large = {"text": "x" * 600_000}
-    async with wired({"wait": long(wait)}, middleware=named) as anybody:
-        ann, bob, eve = (Wire(anybody.http, name) for name in ("ann", "bob", "eve"))
-        waiting = []
-        for wire, is_task in ((ann, True), (ann, False), (bob, True), (eve, True), (eve, False)):
-            if is_task:
-                await wire.begin("wait", large)
-            else:
-                waiting.append(asyncio.create_task(wire.call("wait", large)))
-            async with asyncio.timeout(20):
-                await begun.acquire()
+    async with wired({"wait": long(wait)}) as wire, asyncio.timeout(30):
+        tasks = [await wire.begin("wait", large) for _ in range(3)]
+        waiting = asyncio.create_task(wire.call("wait", large))
+        for _ in range(4):
+            await begun.acquire()
+        small = await wire.begin("wait")
         go_on.set()
-        assert [(await each)["resultType"] for each in waiting] == ["complete"] * 2
-
-
-@pytest.mark.parametrize("share", [{"text": "x" * 600_000}, {}], ids=["bytes", "number"])
-async def test_no_caller_keeps_others_from_being_asked(share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apcore_mcp.core._WAITING_MAX", 2)
-
-    async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, "Who?", SCHEMA)}
-
-    named = [Middleware(AuthenticationMiddleware, backend=Name())]
-    async with wired({"ask": ask}, middleware=named) as anybody:
-        ann, bob = (Wire(anybody.http, name, extensions={}) for name in ("ann", "bob"))
-        assert (await bob.call("ask", share))["resultType"] == "input_required"
-        assert (await bob.refusal("tools/call", {"name": "ask", "arguments": share}))[0] == -32000
-        assert (await ann.call("ask", share))["resultType"] == "input_required"
+        assert (await waiting)["resultType"] == "complete"
+        for task_id in (*tasks, small):
+            await wire.until(task_id, "completed")
+        assert (await wire.call("wait", large))["resultType"] == "task"

@@ -17,8 +17,21 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from conftest import HANDSHAKE, MODERN, ROOT, free_port, program, until
-from support import answer, handshake, message, modern
+from apcore import FunctionModule
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    FunctionalModule,
+    RawClient,
+    connect,
+    echo,
+    free_port,
+    program,
+    until,
+)
+from pydantic import BaseModel
+from support import answer, ended_well, handshake, message, modern, wait_for_stderr
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 MIB = 1024 * 1024
@@ -143,8 +156,7 @@ VANISHING += [(when, era) for when in ("in-call", "listening") for era in (HANDS
 
 @pytest.mark.parametrize(("when", "era"), VANISHING)
 def test_a_client_that_vanishes_leaves_nothing_behind(server: Server, when: str, era: str) -> None:
-    """Nor a word about an application that failed, though a body or an answer is cut off. Five at once."""
-    before = server.log.stat().st_size
+    """Five at once."""
     endpoint = f"http://127.0.0.1:{server.port}/mcp"
     with server.losing_nothing(), httpx.Client(timeout=30, verify=False) as opener:
         sessions = [handshake(opener, endpoint)[1] if era == HANDSHAKE else {} for _ in range(5)]
@@ -161,7 +173,58 @@ def test_a_client_that_vanishes_leaves_nothing_behind(server: Server, when: str,
             connection.close()
         for session in filter(None, sessions):  # or it would wait for its client to come back
             assert opener.delete(endpoint, headers=session).is_success
-    assert "Traceback" not in server.log.read_text()[before:]
+
+
+# ---- HTTP: who is a stranger ----
+
+GUARDED = """
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+class Login:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        is_known = (b"authorization", b"Bearer it") in scope["headers"]
+        await (self.app if is_known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
+
+serve(registry, transport="streamable-http", port=int(sys.argv[1]), log_level="INFO", middleware=[Middleware(Login)])
+"""
+
+
+def resident(pid: int) -> int:
+    """The bytes of memory that a process holds."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def test_what_a_stranger_sends_is_not_kept() -> None:
+    """Who may not come in is refused before the body is read, and a body that never ends holds up no end."""
+    port = free_port()
+    client = RawClient(program(GUARDED, str(port)))
+    with client, contextlib.ExitStack() as connections:
+        wait_for_stderr(client, "server started")
+
+        def send(headers: Headers, size: int) -> socket.socket:
+            connection = connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=15))
+            head = http("POST /mcp", {"Content-Length": str(4 * MIB), **headers})
+            connection.sendall(head.replace(b"PORT", str(port).encode()) + b"{")
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while size > 0:
+                    size -= connection.send(b" " * size)
+            connection.settimeout(15)
+            return connection
+
+        before = resident(client.process.pid)
+        for status, headers in ((b"401", {}), (b"421", {"Host": "evil.example"}), (b"403", {"Origin": EVIL})):
+            strangers = [send(headers, 4 * MIB - 1) for _ in range(20)]
+            assert {stranger.recv(12)[9:] for stranger in strangers} == {status}
+        assert resident(client.process.pid) - before < 40 * MIB  # a quarter of what they have sent
+        send({"Authorization": "Bearer it"}, 1000)
+        client.process.terminate()
+        ended_well(client, seconds=5)
 
 
 # ---- HTTP: who pretends ----
@@ -181,7 +244,7 @@ TRICKS: dict[str, Headers] = {
     "no-type": {"Content-Type": []},
 }
 POSTS = ["POST /mcp", "POST /explorer/tools/t.echo/call", "POST /%65xplorer/tools/t%2Eecho/call"]
-GETS = ["GET /health", "GET /metrics", "GET /explorer/tools"]
+GETS = ["GET /metrics", "GET /explorer/tools"]  # a probe needs no login and no name
 
 
 def knock(server: Server, route: str, tricks: Headers) -> int:
@@ -203,8 +266,35 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
     with server.losing_nothing():
         for name, tricks in TRICKS.items():
             routes = POSTS if "type" in name else POSTS + GETS
-            if "Host" in tricks:  # a probe may come under any name
-                routes = [route for route in routes if route != "GET /health"]
             told = {route: knock(server, route, tricks) for route in routes}
             assert all(status == 0 or 400 <= status < 500 for status in told.values()), (name, told)
     assert server.ask("t.census")["ran"] == ran + 1  # by who has lost nothing
+
+
+# ---- Who writes arguments ----
+
+LOOKED_AT: list[str] = []
+
+
+class Order(BaseModel):
+    size: int = 1
+
+    @property
+    def destroy(self) -> int:
+        LOOKED_AT.append("destroy")
+        return 1
+
+
+def place(order: Order) -> dict[str, Any]:
+    return {"size": order.size}
+
+
+async def test_no_argument_runs_a_property_of_a_model() -> None:
+    """A name that the model does not know is looked up nowhere."""
+    modules = {"place": FunctionModule(place, "place"), "by.class": FunctionalModule(echo, input_schema=Order)}
+    arguments = {"size": 2, "destroy": 1, "__class__": "x", "model_fields": []}
+    async with connect(modules) as client:
+        assert (await client.call_tool("place", {"order": arguments})).structured_content == {"size": 2}
+        assert (await client.call_tool("by.class", arguments)).structured_content == arguments
+        assert (await client.call_tool("place", {"order": {}, **arguments})).is_error
+    assert LOOKED_AT == []

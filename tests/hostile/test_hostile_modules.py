@@ -55,7 +55,8 @@ SAID += ("Module timed out after ",)  # apcore's word for a TimeoutError, whoeve
 
 
 @pytest.mark.requirement("FR-EXEC-007")
-async def test_whatever_a_module_raises_or_returns_is_one_answer_and_the_next_call_is_served() -> None:
+async def test_whatever_a_module_does_is_one_answer() -> None:
+    """And the next call is served."""
     modules: dict[str, Any] = {"echo": echo}
     for name, does in UNUSUAL.items():
         modules[f"sync.{name}"] = lambda inputs, context, does=does: does()
@@ -120,7 +121,8 @@ serve(Executor(registry, config=Config({"executor": {"default_timeout": 300, "gl
 BLOCKED = "asleep busy awaiting deaf blocked_below".split()
 
 
-def test_modules_that_block_for_ever_time_out_and_hold_up_neither_calls_nor_the_end() -> None:
+def test_modules_that_block_for_ever_time_out() -> None:
+    """And hold up neither other calls nor the end of the process."""
     with RawClient(program(ECHO + BLOCKING)) as client:
         for name in BLOCKED:
             client.send_line(line(call(name, f"t.{name}")).strip())
@@ -189,13 +191,13 @@ class Streaming(Module):
 annotations = ModuleAnnotations(streaming=True)
 registry.register("t.stream", Streaming(echo, input_schema=schema, output_schema=schema, annotations=annotations))
 executor = Executor(registry, config=Config({"executor": {"default_timeout": 300, "global_timeout": 60_000}}))
-serve(executor, log_level="DEBUG")
+serve(executor, log_level="DEBUG", access_log=True)
 """
 TELLING_TOOLS = "keep fail_later exit_later fail_when_cancelled wrong_output unsayable_output calls_below".split()
 
 
 @pytest.mark.requirement("NFR-SEC-002")
-def test_what_is_sensitive_is_in_no_error_no_meta_and_no_log_line() -> None:
+def test_what_is_sensitive_is_told_nowhere() -> None:
     """Every byte that a server in a process of its own tells anybody."""
     arguments = {"password": SECRET, "pin": PIN, "what": "ok", "box": {"key": SECRET}}
     sent = [call(name, f"t.{name}", **arguments) for name in TELLING_TOOLS]

@@ -9,10 +9,11 @@ import sys
 from typing import Any
 
 from apcore import ModuleAnnotations, Registry
+from apcore.approval import ApprovalResult
 from apcore.errors import ApprovalDeniedError
 
 from apcore_mcp import elicit, report_progress, serve
-from apcore_mcp.core import _Unasked
+from apcore_mcp.approval import NOBODY
 
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -119,7 +120,7 @@ async def fail_late(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 
 async def break_protocol(inputs: dict[str, Any], context: Any) -> Any:
     """Fails as the call of what needs approval does for a client that cannot be asked; the suite's can."""
-    raise ApprovalDeniedError(_Unasked("rejected", lacks_capability=True))
+    raise ApprovalDeniedError(ApprovalResult("rejected", reason=NOBODY, metadata={"lacks_capability": True}))
 
 
 async def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import pytest
 from apcore import Executor, FunctionModule, Middleware, Registry
 from apcore.context import Context
 from apcore.decorator import module
-from apcore.errors import ModuleError, SchemaValidationError
+from apcore.errors import ModuleError, ModuleExecuteError, SchemaValidationError
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import HANDSHAKE, MODERN, connect
 from jsonschema import Draft202012Validator
@@ -217,7 +217,7 @@ async def test_a_function_gets_what_its_hint_says(hint: Any, sent: Any, expected
 
 
 WRONG: list[tuple[Any, Any]] = [
-    (int, "21"), (int, 2.0), (int, True), (float, "2"), (bool, "yes"), (bool, 1), (str, 7), (date, "tomorrow"),
+    (int, "21"), (int, True), (float, "2"), (bool, "yes"), (bool, 1), (str, 7), (date, "tomorrow"),
     (date, 0), (datetime, 1_700_000_000), (Color, "green"), (Level, 2), (set[int], [1, "2"]), (tuple[int, int], [1]),
     (Item, {"day": ISO}), (Pet, {"kind": "cow"}), (Point, {"x": "1"}), (Row, {"day": "?"}), (list[date], [ISO, ""]),
     (Annotated[int, Field(le=3)], 4), (timedelta, 5), (UUID, "7"), (date | None, ""),
@@ -238,12 +238,6 @@ async def test_what_a_hint_does_not_say_is_refused_as_ever_and_reaches_no_functi
     assert function.got == []  # type: ignore[attr-defined]
 
 
-async def test_what_the_hint_of_kwargs_does_not_say_is_refused_by_name() -> None:
-    registry = registry_of_functions(hinted_others)
-    text = await answer(registry, "hinted_others", first=1, on=ISO, off="soon")
-    assert text.startswith("Input validation failed:\n- off: Input should be a valid date")
-
-
 SHARED: list[date] = []
 
 
@@ -258,14 +252,6 @@ def by_name(*, day: date, share: float = 2) -> str:
 
 def open_ended(day: date, **more: Any) -> str:
     return repr((day, more))
-
-
-def hinted_others(first: int, **days: date) -> str:
-    return repr((first, days))
-
-
-def others_of_no_type(**things: Clinic) -> str:
-    return repr(things)
 
 
 def with_context(first: int, ctx: Context, day: date = DAY) -> str:
@@ -305,10 +291,6 @@ def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: 
     return repr((schema, json, copy, model_fields_set))
 
 
-def places(day: date, share: float = 2.5, /, count: int = 1) -> str:
-    return repr((day, share, count))
-
-
 def more_places(day: date, *days: date) -> str:
     return repr((day, days))
 
@@ -341,9 +323,6 @@ FORMS: list[tuple[Any, dict[str, Any], Any]] = [
     (by_name, {"day": ISO}, (DAY, 2)),
     (by_name, {"day": ISO, "share": 3}, (DAY, 3.0)),
     (open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})),
-    (hinted_others, {"first": 1, "on": ISO}, (1, {"on": DAY})),
-    (hinted_others, {"first": 1}, (1, {})),
-    (others_of_no_type, {"a": [ISO]}, {"a": [ISO]}),
     (with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)),
     (plain_with_context, {"word": "a"}, ("a", "Context", 3)),
     (no_context, {"context": ISO}, DAY),
@@ -353,8 +332,6 @@ FORMS: list[tuple[Any, dict[str, Any], Any]] = [
     (alias, {"from": "here"}, ("here", DAY)),
     (alias, {"from": "here", "to": ISO}, ("here", DAY)),
     (pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)),
-    (places, {"day": ISO}, (DAY, 2.5, 1)),
-    (places, {"day": ISO, "count": 2, "share": 1}, (DAY, 1.0, 2)),
     (more_places, {"day": ISO}, (DAY, ())),
     (wrapped, {"day": ISO}, DAY),
     (validated, {"day": ISO, "item": {"name": "a"}}, (DAY, Item(name="a"))),
@@ -426,7 +403,7 @@ PASSED: list[tuple[Any, Any, Any]] = [
     (set[int], (1, 1), {1}),
     (Color, Color.RED, Color.RED),
     (Tone, Tone.DARK, Tone.DARK),
-    (str, Tone.DARK, Tone.DARK),
+    (str, Tone.DARK, "dark"),
     (Level, Level.LOW, Level.LOW),
     (Decimal, Decimal("1.1"), Decimal("1.1")),
     (Item, Item(name="a"), Item(name="a")),
@@ -561,14 +538,6 @@ async def test_hooks_and_who_approves_see_what_was_sent_and_what_hooks_put_in_co
     assert function.got[-1] == DAY  # type: ignore[attr-defined]
 
 
-async def test_an_executor_that_validates_nothing_hands_on_what_hints_refuse() -> None:
-    function = hinted(date)
-    executor = Executor(registry_of_functions(function), strategy="minimal")
-    for value in ("soon", ISO):
-        assert await answer(executor, "keep", value=value) == {}
-    assert function.got == ["soon", DAY]  # type: ignore[attr-defined]
-
-
 async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
     """Though the function leads to its module, which is what `@module` is for, and so do its types."""
 
@@ -655,7 +624,7 @@ async def test_a_result_is_what_the_hint_says_and_the_advertised_schema_accepts_
 
 REFUSED: list[tuple[Any, Any]] = [
     (int, None), (int, "1"), (Item, None), (Item, {"day": DAY}), (Item | None, 5), (Item | str, 5), (Cat | Dog, None),
-    (Cat | Dog, {"kind": "cow"}), (dict | None, [1]), (list[Item], None), (date, None), (Row, {"day": 1}), (str, b"a"),
+    (Cat | Dog, {"kind": "cow"}), (dict | None, [1]), (list[Item], None), (date, None), (Row, {"day": 1}),
 ]  # fmt: skip
 
 
@@ -670,7 +639,7 @@ async def test_a_function_that_forgets_its_return_or_returns_another_type_is_ref
     pytest.param(dict, {"a": 1}, {"a": 1}, id="dict"),
     pytest.param(dict[str, Item], {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}, id="maps"),
     pytest.param(Item, Item(name="a"), {"name": "a", "day": None, "color": "red"}, id="model"),
-    pytest.param(Item, {"name": "a"}, {"name": "a"}, id="model-as-dict"),
+    pytest.param(Item, {"name": "a"}, {"name": "a", "day": None, "color": "red"}, id="model-as-dict"),
 ])  # fmt: skip
 async def test_a_dict_and_a_model_stay_results_of_their_own(hint: Any, value: Any, expected: Any) -> None:
     assert await answer(registry_of_functions(returning(hint, value)), "give") == expected
@@ -700,7 +669,7 @@ def wipe(path: str, *, _dry_run: bool = False) -> str:
     return "tried" if _dry_run else "wiped"
 
 
-def memo(n: int, _seen: dict[int, int] = {}, **others: int) -> int:  # noqa: B006  # an idiom
+def memo(n: int, _seen: dict[int, int] = {}, **others: Any) -> int:  # noqa: B006  # an idiom
     return n + len(_seen) + sum(others.values())
 
 
@@ -724,26 +693,27 @@ async def test_keys_of_a_dict_are_texts_in_json(hint: Any) -> None:
     assert await answer(registry_of_functions(returning(hint, {1: "a"})), "give") == {"1": "a"}
 
 
-@pytest.mark.parametrize(
-    ("hint", "sent"),
-    [
-        (datetime, "2026"),
-        (date, "0"),
-        (list[datetime | None], [None, "1700000000"]),
-        (dict[date, str], {"86400": "a"}),
-        (date | str, "0"),
-        (Settings, {"since": "0"}),
-    ],
-    ids=str,
-)
-async def test_digits_alone_are_no_date(hint: Any, sent: Any) -> None:
-    """Pydantic would take them for seconds since 1970, where it refuses the number."""
-    told = await answer(registry_of_functions(hinted(hint)), "keep", value=sent)
-    assert told == "Input validation failed:\n- value: Digits alone are no date and no time (format)"
+async def test_what_kwargs_are_hinted_as_is_checked_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def flags(**flags: bool) -> str:
+        return repr(flags)
+
+    async with connect(registry_of_functions(flags)) as client:
+        assert (await client.list_tools()).tools == []
+    assert "nothing checks what `**flags` is given" in caplog.text
 
 
-async def test_arguments_that_a_tool_cannot_have_are_warned_of(tmp_path: Path, caplog: Any) -> None:
-    text = "from apcore.decorator import module\n@module\ndef add(*numbers: int) -> int:\n    return sum(numbers)\n"
-    (tmp_path / "m.py").write_text(text)
-    discover(tmp_path)
-    assert "*numbers is no argument of the tool" in caplog.text
+async def test_a_module_that_passes_what_a_function_does_not_take_is_told_so() -> None:
+    ran: list[str] = []
+
+    def greet(name: str, loud: bool = False) -> str:
+        ran.append(name)
+        return name
+
+    async def caller(ctx: Context) -> str:
+        with pytest.raises(ModuleExecuteError, match="unexpected keyword argument 'lound'"):
+            await ctx.executor.call_async("f.greet", {"name": "Ann", "lound": True}, ctx)
+        return "told"
+
+    async with connect(registry_of_functions(greet, caller)) as client:
+        assert text_of(await client.call_tool("f.caller", {})) == '{"result":"told"}'
+    assert ran == []

@@ -24,12 +24,10 @@ from generated import QUICK, Value, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from mcp_types import ElicitResult
 from pydantic import (
     AliasChoices,
     AnyUrl,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     Json,
@@ -43,10 +41,7 @@ from pydantic import (
     field_serializer,
 )
 from pydantic.alias_generators import to_camel
-from support import asking, guarded
 from typing_extensions import TypedDict
-
-from apcore_mcp import to_openai_tools
 
 D = decimal.Decimal
 REDACTED = "***REDACTED***"
@@ -238,13 +233,17 @@ async def held_against_their_promises(modules: dict[str, Any]) -> dict[str, str]
             if result.is_error:
                 failed[name] = result.content[0].text  # type: ignore[union-attr]
                 continue
-            Draft202012Validator(tools[module_id].output_schema or {}).validate(result.structured_content)
+            promise = tools[module_id].output_schema
+            if promise is None:  # what is marked is hidden, and so not promised
+                assert (result.structured_content, "secret" in name or "encoded" in name) == (None, True), name
+                continue
+            Draft202012Validator(promise).validate(result.structured_content)
             assert result.structured_content == json.loads(result.content[0].text)  # type: ignore[union-attr]
     return failed
 
 
 @pytest.mark.timeout(240)
-async def test_a_tool_that_has_run_does_not_fail_for_what_was_promised_of_it() -> None:
+async def test_no_result_breaks_its_promise() -> None:
     assert await held_against_their_promises(dict(inhabitants())) == {}
 
 
@@ -262,34 +261,12 @@ DICTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-async def test_what_is_promised_by_a_dict_schema_holds_as_well() -> None:
+async def test_no_result_breaks_the_promise_of_a_dict_schema() -> None:
     modules = {
         name: giving({"type": "object", "properties": {"held": schema}, "required": ["held"]}, {"held": value})
         for name, (schema, value) in DICTS.items()
     }
     assert await held_against_their_promises(modules) == {}
-
-
-class Exact(BaseModel):
-    price: D
-    ratio: float
-
-
-async def test_a_number_that_apcore_takes_for_one_is_sent_as_one() -> None:
-    """What SQL makes of SUM is a Decimal."""
-    number = {"type": "number"}
-    rows = {"type": "array", "items": {"type": "array", "items": number}}
-    total = {"total": number, "s": {"anyOf": [number, {"type": "string"}]}, "all": rows}
-    modules = {
-        "t.dict": giving({"type": "object", "properties": total}, {"total": D("10.50"), "all": [[D(1)]]}),
-        "t.float": returning(float, D("10.50")),
-        "t.exact": giving(Exact, {"price": D("0.10"), "ratio": 1}),
-    }
-    async with connect(modules) as client:
-        by_dict, by_type, exact = [await client.call_tool(name, {}) for name in modules]
-    assert by_dict.structured_content == {"total": 10.5, "all": [[1.0]]}
-    assert by_type.structured_content == {"result": 10.5}
-    assert exact.structured_content == {"price": "0.10", "ratio": 1}
 
 
 class Attachment(BaseModel):
@@ -314,7 +291,7 @@ async def test_bytes_are_base64_wherever_they_stand() -> None:
             assert base64.urlsafe_b64decode(sent["attachments"][0]["data"]) == data
 
 
-async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold() -> None:
+async def test_what_pydantic_cannot_describe_is_served() -> None:
     class Somebody:
         def __str__(self) -> str:
             return "somebody"
@@ -331,10 +308,6 @@ async def test_a_tool_is_served_though_pydantic_cannot_say_what_its_results_hold
     assert [result.structured_content for result in results] == [{"by": "somebody"}] * 2
 
 
-class Coerced(BaseModel):
-    sizes: Annotated[list[int], BeforeValidator(lambda given: [1] if given == "one" else given)]
-
-
 class Told(BaseModel):
     """What is ordinary, pydantic's own types and names that only look like another thing included."""
 
@@ -346,40 +319,29 @@ class Told(BaseModel):
     serialization_exclude: list[int] = []
 
 
-def spelled_elsewhere(value):  # type: ignore[no-untyped-def]
-    return {"spelled": value}
+async def test_a_model_promises_its_written_form() -> None:
+    """By its names and types in JSON, computed fields too; a serializer without a return type promises any value."""
+    kinds = [Told, Aliased, ClosedAndComputed, Hiding, Serialized, Parsed, InSeconds, dict[str, Aliased]]
+    async with connect({f"t.m{n}": returning(kind, None) for n, kind in enumerate(kinds)}) as client:
+        promises: list[Any] = [tool.output_schema for tool in (await client.list_tools()).tools]
+    told, aliased, computed, hiding, serialized, parsed, seconds, by_name = promises
+    assert [*told["properties"]] == ["where", "page", "price", "alias", "serialization_exclude"]
+    assert told["required"] == ["where", "page", "price"]
+    integer = {"type": "integer"}
+    assert aliased["properties"] == {"given": integer, "sentAs": integer, "chosen": integer}
+    assert (computed["properties"], computed["required"]) == ({"a": integer, "b": integer}, ["a", "b"])
+    assert [*hiding["properties"]] == ["shown"]
+    untyped = dict.fromkeys(["field", "in_json", "untyped", "said_to_be_anything", "wrapped"])
+    assert {name: schema or None for name, schema in serialized["properties"].items()} == {
+        **untyped,
+        "typed": {"type": "string"},
+    }
+    assert parsed["properties"] == {"numbers": {"items": integer, "type": "array"}}
+    assert seconds["properties"] == {"spent": {"type": "number"}}
+    assert by_name["additionalProperties"] == aliased
 
 
-spelled_elsewhere.__module__ = "pydantic_models"  # a user's own
-Spelled = Annotated[int, PlainSerializer(spelled)]
-
-
-class NamedLikeData(BaseModel):
-    """Names under which pydantic-core's schemas hold data."""
-
-    metadata: Spelled
-
-
-NOT_ORDINARY = [Aliased, ClosedAndComputed, Hiding, Serialized, Coerced, Parsed, InSeconds, dict[str, Told]]
-NOT_ORDINARY.append(create_model("Outer", inner=(list[Aliased], ...)))
-NOT_ORDINARY += [create_model("Data", **{name: (Spelled, ...)}) for name in ("default", "members", "expected", "type")]
-NOT_ORDINARY += [NamedLikeData, create_model("Own", field=(Annotated[int, PlainSerializer(spelled_elsewhere)], ...))]
-NOT_ORDINARY.append(create_model("Builtin", field=(Annotated[int, BeforeValidator({"one": 1}.get)], ...)))
-
-
-async def test_the_whole_of_an_ordinary_model_is_promised_and_of_others_an_object() -> None:
-    """What an ordinary one requires is what may not be left out; FastMCP's clients make types of it."""
-    modules = {f"t.m{n}": returning(kind, None) for n, kind in enumerate([Told, *NOT_ORDINARY])}
-    async with connect(modules) as client:
-        advertised = [tool.output_schema for tool in (await client.list_tools()).tools]
-    ordinary, *others = advertised
-    assert ordinary is not None
-    assert [*ordinary["properties"]] == ["where", "page", "price", "alias", "serialization_exclude"]
-    assert ordinary["required"] == ["where", "page", "price"]
-    assert others == [{"type": "object"}] * len(NOT_ORDINARY)
-
-
-async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_promised() -> None:
+async def test_enumerations_and_null_defaults_are_promised() -> None:
     class Size(enum.StrEnum):
         SMALL = "s"
         LARGE = "l"
@@ -399,7 +361,7 @@ async def test_what_an_enumeration_can_be_and_that_a_default_may_be_null_is_prom
 @pytest.mark.timeout(240)
 @settings(QUICK, max_examples=12)  # each of three models, and a server for them
 @given(st.data())
-def test_what_is_promised_of_any_model_holds_of_its_values(data: st.DataObject) -> None:
+def test_no_value_of_any_model_breaks_its_promise(data: st.DataObject) -> None:
     """Generated models, by the schemas alone: what pydantic accepts and writes, the advertised schema accepts."""
     import asyncio
 
@@ -457,7 +419,7 @@ SECRET_OUTPUTS: dict[str, Any] = {
     "by-alias": returning(list[Login], [LOGIN]),
     "in-a-dict": returning(dict[str, Login], {"ann": LOGIN}),
     "dumped-by-alias": giving(Login, LOGIN.model_dump(by_alias=True)),
-    "given-by-name-though-it-is-never-sent": giving(Unsent, {"user": "ann", "key": "S3CR3T"}),
+    "given-by-name-and-never-sent": giving(Unsent, {"user": "ann", "key": "S3CR3T"}),
     "computed": returning(Derived, Derived(user="ann")),
     "computed-by-name": returning(DerivedCamel, DerivedCamel(user="ann")),
     "computed-by-alias": returning(list[DerivedCamel], [DerivedCamel(user="ann")]),
@@ -467,45 +429,14 @@ SECRET_OUTPUTS: dict[str, Any] = {
 
 
 async def test_a_marked_field_is_hidden_under_every_name() -> None:
+    """And what is never sent needs no hiding: the rest of its model is promised."""
     async with connect({f"t.m{n}": module for n, module in enumerate(SECRET_OUTPUTS.values())}) as client:
         for tool, name in zip((await client.list_tools()).tools, SECRET_OUTPUTS, strict=True):
             result = await client.call_tool(tool.name, {})
             text = result.content[0].text  # type: ignore[union-attr]
             assert not result.is_error, name
             assert "S3CR3T" not in text, name
-            assert REDACTED in text, name
             assert '"ann"' in text, name
-            assert (tool.output_schema, result.structured_content) == (None, None)
-
-
-def test_an_ordinary_model_is_asked_only_by_apcore_what_it_gives() -> None:
-    """Each time costs as much as the rest of a tool (NFR-PERF-001)."""
-    asked: list[str] = []
-
-    class Asked(BaseModel):
-        user: str
-
-        @classmethod
-        def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
-            asked.append(handler.mode)
-            return handler(schema)
-
-    to_openai_tools(registry_of({"t.asked": giving(Asked, {})}))
-    assert asked == ["validation"]
-
-
-class Access(Camel):
-    user: str
-    pass_phrase: str = Field("", json_schema_extra=MARK)
-    pin: str = Field("", validation_alias=AliasChoices("pinCode", "code"), json_schema_extra=MARK)
-
-
-async def test_the_question_for_approval_hides_a_marked_argument_under_every_name() -> None:
-    """A second choice of an alias stands in no schema, so what the schema does not name may be one."""
-    arguments, asked = asking(ElicitResult(action="decline"))
-    names = ["pass_phrase", "passPhrase", "pinCode", "code", "pin"]
-    async with connect({"t.a": guarded([], input_schema=Access)}, client=arguments) as client:
-        for name in names:
-            await client.call_tool("t.a", {"user": "ann", name: "S3CR3T"})
-    for name, question in zip(names, asked, strict=True):
-        assert question.message.endswith(f'Arguments:\n- user: "ann"\n- {name}: "{REDACTED}"')
+            is_hidden = "never-sent" not in name
+            assert (REDACTED in text, tool.output_schema is None) == (is_hidden, is_hidden), name
+            assert result.structured_content == (None if is_hidden else {"user": "ann"}), name

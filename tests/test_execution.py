@@ -1,0 +1,670 @@
+"""How modules run in the calls of a server: threads, time limits, cancellation, models and hooks (FR-EXEC-*)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import queue
+import re
+import threading
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import mcp_types as types
+import pytest
+from apcore import ACL, ACLRule, Config, Executor, Middleware, ModuleAnnotations, SchemaValidationError
+from apcore.builtin_steps import BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
+from apcore.pipeline import BaseStep, PipelineContext, StepResult
+from apcore.schema import SchemaLoader
+from apcore.utils.redaction import REDACTED_VALUE
+from conftest import (
+    HANDSHAKE,
+    MODERN,
+    Clock,
+    FunctionalModule,
+    client_of,
+    connect,
+    echo,
+    hosting,
+    registry_of,
+    until,
+    with_clock,
+)
+from mcp.client import Client
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from support import (
+    SCHEMA,
+    SECRETIVE,
+    Gate,
+    StreamingModule,
+    Wire,
+    accept,
+    asking,
+    is_set_in_time,
+    noting,
+    parsed,
+    stage,
+    success_text,
+    text_of,
+)
+
+from apcore_mcp import async_serve, elicit, report_progress, to_openai_tools
+
+WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
+
+# ---- Running ----
+
+
+@pytest.mark.requirement("FR-EXEC-001", "FR-EXEC-004")
+async def test_sync_and_async_modules_answer() -> None:
+    def now(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"got": inputs, "thread": threading.current_thread().name}
+
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return now(inputs, context)
+
+    threads = set()
+    async with connect({"demo.sync": now, "demo.async": later}) as client:
+        for tool in ("demo.sync", "demo.async"):
+            for arguments in ({"a": {"b": [1, None, "é", 1.5, True]}}, {}, None):
+                answer = parsed(success_text(await client.call_tool(tool, arguments)))
+                assert answer["got"] == (arguments or {})
+            threads.add(answer["thread"])
+    assert len(threads) == 2, "a sync module must not run on the event loop"
+
+
+class Stamp(Middleware):
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**inputs, "before": module_id}
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {**output, "after": module_id}
+
+
+@pytest.mark.requirement("FR-EXEC-003", "FR-EXEC-005", "NFR-SEC-001")
+async def test_an_executor_keeps_acl_middleware_and_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says of a timeout what sets it."""
+
+    async def never(inputs: dict[str, Any], context: Any) -> None:
+        await asyncio.Event().wait()
+
+    registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": never})
+    acl = ACL([ACLRule(callers=["*"], targets=["open.*"], effect="allow")], default_effect="deny")
+    config = Config({"executor": {"default_timeout": 70, "global_timeout": 60_000}})
+    executor = Executor(registry, acl=acl, middlewares=[Stamp()], config=config)
+    async with connect(executor) as client:
+        opened = await client.call_tool("open.door", {"a": 1})
+        shut = await client.call_tool("shut.door", {"a": 1})
+        slow = await client.call_tool("open.slow", {})
+    assert parsed(success_text(opened)) == {"a": 1, "before": "open.door", "after": "open.door"}
+    assert (shut.is_error, shut.content[0].model_dump()["text"]) == (True, "Access denied")
+    assert (slow.is_error, slow.content[0].model_dump()["text"]) == (True, "Module timed out after 70ms")
+    assert "timed out after 70ms (--timeout and the module's own resources say how long it may take)" in caplog.text
+    assert to_openai_tools(executor) == to_openai_tools(registry)
+
+
+@pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+async def test_a_module_that_exits_ends_no_server(ending: Any) -> None:
+    """asyncio lets both out of any task that raises them, and so out of the loop."""
+
+    def now(inputs: dict[str, Any], context: Any) -> None:
+        raise ending
+
+    async def later(inputs: dict[str, Any], context: Any) -> None:
+        raise ending
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("later", {}, context)
+
+    modules = {"now": now, "later": later, "above": above, "echo": echo}
+    async with async_serve(registry_of(modules)) as app, hosting(app) as url, client_of(url) as client:
+        for module_id in ("now", "later", "above"):
+            assert text_of(await client.call_tool(module_id)) == "Internal error occurred"
+        assert (await client.call_tool("echo", {"a": 1})).structured_content == {"a": 1}
+
+
+@pytest.mark.requirement("FR-EXEC-004")
+async def test_forty_blocked_sync_calls_hold_up_nobody() -> None:
+    count, gate = 40, Gate()
+
+    def blocked(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        gate.enter()
+        return {"number": inputs["number"]}
+
+    async def quick(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"released": gate.is_open.is_set()}
+
+    try:
+        modules = {"demo.blocked": blocked, "demo.quick": quick, "demo.sync": echo}
+        async with connect(modules) as client, asyncio.timeout(40):
+            calls = [asyncio.create_task(client.call_tool("demo.blocked", {"number": n})) for n in range(count)]
+            await gate.entered(count)
+            assert parsed(success_text(await client.call_tool("demo.quick", {}))) == {"released": False}
+            assert parsed(success_text(await client.call_tool("demo.sync", {"a": 1}))) == {"a": 1}
+            assert not any(call.done() for call in calls)
+            gate.open()
+            results = await asyncio.gather(*calls)
+            threads = threading.active_count()
+            for _ in range(5):
+                await client.call_tool("demo.sync", {})
+            assert threading.active_count() < threads + 5, "the threads that have become free are used again"
+    finally:
+        gate.open()
+    assert [parsed(success_text(result)) for result in results] == [{"number": n} for n in range(count)]
+
+
+# ---- Cancellation ----
+
+
+async def start(client: Client, module_id: str) -> asyncio.Task[types.CallToolResult]:
+    """A call of a module that reports progress once it runs."""
+    running = asyncio.Event()
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        running.set()
+
+    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
+    await running.wait()
+    return call
+
+
+async def cancel(call: asyncio.Task[Any]) -> None:
+    call.cancel()
+    await asyncio.wait({call})
+
+
+async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is what a module raises by then told to anybody."""
+    records: queue.Queue[Any] = queue.Queue()
+
+    def slow(inputs: dict[str, Any], context: Any) -> None:
+        context.executor.call("steps", {}, context)
+        assert is_set_in_time(context.cancel_token)
+        records.put(["slow", context.cancel_token])
+        raise RuntimeError("password hunter2")
+
+    async def stubborn(inputs: dict[str, Any], context: Any) -> None:
+        await report_progress(context, 1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            records.put(["stubborn", context.cancel_token])
+            raise RuntimeError("password hunter2")
+
+    registry = stage(records)
+    registry.register("slow", FunctionalModule(slow))
+    registry.register("stubborn", FunctionalModule(stubborn))
+    async with connect(registry, mode=mode) as client, asyncio.timeout(40):
+
+        async def tasks() -> Counter[str]:
+            return Counter((await client.call_tool("tasks")).structured_content["tasks"])  # type: ignore[index]
+
+        before = await tasks()
+        for module_id in ("wait", "wait_below", "wait_streaming", "watch_token", "slow", "stubborn"):
+            await cancel(await start(client, module_id))
+            ended = {"told": module_id.removesuffix("_below"), "token_set": True}
+            assert (await client.call_tool("ended")).structured_content == ended
+            while left := await tasks() - before:
+                assert left, "the timeout above is the limit"
+    gc.collect()  # "Future exception was never retrieved" and the like
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert "hunter2" not in caplog.text
+
+
+async def test_an_ended_call_keeps_no_module() -> None:
+    class Gone(FunctionalModule):
+        def __init__(self) -> None:
+            super().__init__(self.run)
+
+        def run(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            return {}
+
+    registry = registry_of({"gone": Gone()})
+    gone = weakref.ref(registry.get("gone"))
+    # The timer of a limit, though it is cancelled, would keep what it was set in.
+    async with connect(Executor(registry, config=WITHOUT_LIMIT)) as client, asyncio.timeout(30):
+        await client.call_tool("gone")
+        registry.unregister("gone")
+        await client.list_tools()  # from here on the list is another
+        await asyncio.to_thread(until, lambda: gc.collect() is not None and gone() is None, 10)
+
+
+def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCaptureFixture) -> None:
+    records: queue.Queue[list[Any]] = queue.Queue()
+    modules = ["wait", "wait_streaming", "watch_token"]
+
+    async def parked(inputs: dict[str, Any], context: Any) -> None:
+        try:
+            await elicit(context, "Who?", SCHEMA)
+        finally:
+            records.put(["parked", context.cancel_token])
+
+    async def story(clock: Clock) -> None:
+        registry = stage(records)
+        registry.register("parked", FunctionalModule(parked))
+        server = async_serve(Executor(registry, config=WITHOUT_LIMIT))
+        async with hosting(await server.__aenter__()) as url, contextlib.AsyncExitStack() as stack:
+            calls = []
+            for mode in (HANDSHAKE, MODERN):
+                client = client_of(url, mode, **asking(accept())[0])
+                await stack.enter_async_context(client)
+                calls += [await start(client, module_id) for module_id in modules]
+            await Wire(client).question("parked")
+            ending = asyncio.create_task(server.__aexit__(None, None, None))
+            await clock.put_forward(4)
+            assert records.empty()
+            await clock.put_forward(2)
+            told = [await asyncio.to_thread(records.get, timeout=10) for _ in [*calls, "parked"]]
+            assert sorted(name for name, _ in told) == sorted([*modules * 2, "parked"])
+            assert all(is_set_in_time(token) for _, token in told)
+            await ending
+            for call in calls:
+                await cancel(call)
+
+    with_clock(story)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # no traceback
+
+
+@pytest.mark.parametrize("where", ["work", "above", "alone"])
+async def test_no_coroutine_outlives_its_call(where: str) -> None:
+    """Also when another called it, without its context; but what a module has to clean up is not cut short."""
+    running, release, ended = threading.Event(), asyncio.Event(), queue.Queue[str]()
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        running.set()
+        release.clear()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await release.wait()
+            ended.put("work")
+        return {}
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        try:
+            return await context.executor.call_async("work", {}, *([context] if where == "above" else []))
+        finally:
+            ended.put("above")
+
+    async def go(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        release.set()
+        return {}
+
+    async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        names = [getattr(task.get_coro(), "__qualname__", "?").rpartition(".")[2] for task in asyncio.all_tasks()]
+        return {"left": [name for name in names if name in ("work", "above")]}
+
+    function = work if where == "work" else above
+    limited = FunctionalModule(function, resources={"timeout": 300})
+    modules = {"work": work, "tasks": tasks, "cancelled": function, "timed.out": limited, "go": go}
+    expected = ["work"] if where == "work" else ["above", "work"]
+    async with connect(modules) as client, asyncio.timeout(20):
+        for module_id in ("cancelled", "timed.out"):
+            running.clear()
+            call = asyncio.create_task(client.call_tool(module_id))
+            assert await asyncio.to_thread(running.wait, 10)
+            if module_id == "cancelled":
+                await cancel(call)
+            else:
+                assert text_of(await call) == "Module timed out after 300ms"
+            for _ in range(3):  # the server has seen the end, and all that it sets off, when it answers these
+                await client.call_tool("tasks")
+            await client.call_tool("go")
+            assert sorted([await asyncio.to_thread(ended.get, timeout=10) for _ in expected]) == expected
+            while (await client.call_tool("tasks")).structured_content != {"left": []}:
+                assert asyncio.current_task(), "the timeout above is the limit"
+
+
+async def test_a_pool_outlives_the_call_that_started_it() -> None:
+    """A pool or a browser, started by whichever call comes first, serves the later ones."""
+    running = threading.Event()
+    pool: list[asyncio.Task[None]] = []
+
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        if not pool:
+            pool.append(asyncio.create_task(asyncio.sleep(3600)))
+        if inputs:
+            running.set()
+            await asyncio.shield(pool[0])
+        return {"pool": "runs" if not pool[0].done() else "gone"}
+
+    async with connect({"work": work}) as client, asyncio.timeout(20):
+        call = asyncio.create_task(client.call_tool("work", {"wait": True}))
+        assert await asyncio.to_thread(running.wait, 10)
+        await cancel(call)
+        for _ in range(20):
+            assert (await client.call_tool("work")).structured_content == {"pool": "runs"}
+
+
+async def test_a_silent_stream_ends_with_its_time() -> None:
+    closed = queue.Queue[str]()
+
+    class Stream(StreamingModule):
+        async def stream(self, inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+            try:
+                yield {"n": 1}
+                if inputs["then"] == "hangs":
+                    await asyncio.Event().wait()
+                elif inputs["then"] == "fails":
+                    raise TimeoutError("the database has not answered")
+            finally:
+                closed.put(inputs["then"])
+
+    config = Config(data={"executor": {"global_timeout": 500, "default_timeout": 400}})
+    told = {"ends": r'{"n":1}', "hangs": r"Module timed out after 500ms", "fails": "Internal error occurred"}
+    async with connect(Executor(registry_of({"stream": Stream([])}), config=config)) as client, asyncio.timeout(20):
+        for then, text in told.items():
+            result = await client.call_tool("stream", {"then": then}, progress_callback=noting()[0])
+            assert re.fullmatch(text, text_of(result))
+            assert await asyncio.to_thread(closed.get, timeout=10) == then
+
+
+# ---- Models and hooks ----
+
+
+class Described:
+    """Counts how often pydantic writes the JSON schema of a model made by `model()`."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def model(self, **fields: Any) -> type[BaseModel]:
+        def count(schema: dict[str, Any]) -> None:
+            self.times += 1
+
+        return create_model("Described", __config__=ConfigDict(json_schema_extra=count), **fields)
+
+
+Marked = Field(json_schema_extra={"x-sensitive": True})
+
+
+async def test_a_model_is_described_once_for_all_calls() -> None:
+    described = Described()
+    model = described.model(n=(int, ...))
+    schemas = {"input_schema": model, "output_schema": model}
+
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return inputs
+
+    def above(inputs: dict[str, Any], context: Any) -> Any:
+        return context.executor.call("later", inputs, context)
+
+    async def above_later(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("later", inputs)
+
+    functions = {"now": echo, "later": later, "above": above, "above.later": above_later}
+    modules: dict[str, Any] = {name: FunctionalModule(function, **schemas) for name, function in functions.items()}
+    modules["stream"] = StreamingModule([{"n": 1}], **schemas)
+    executor = Executor(registry_of(modules))
+    async with connect(executor) as client:
+        await client.call_tool("now", {"n": 1})
+        times = described.times
+        for module_id in modules:
+            result = await client.call_tool(module_id, {"n": 1}, progress_callback=noting()[0])
+            assert result.structured_content == {"n": 1}, module_id
+            assert described.times == times, module_id
+    await executor.call_async("now", {"n": 1})  # by itself the Executor does what it does without a server
+    assert described.times == times + 3
+
+
+class Address(BaseModel):
+    street: str
+    code: str = Marked
+
+
+class Account(BaseModel):
+    name: str = Field(min_length=2)
+    pin: str = Marked
+    home: Address | None = None
+    others: dict[str, Address] = {}
+
+
+class Aliased(BaseModel):
+    card_number: str = Field(alias="cardNumber", json_schema_extra={"x-sensitive": True})
+
+
+class Writing(BaseModel):
+    """Says something else each time."""
+
+    text: str
+    times: ClassVar[int] = 0
+
+    @classmethod
+    def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:
+        cls.times += 1
+        return {**super().model_json_schema(*arguments, **options), "x-times": cls.times}
+
+
+HOME = {"street": "x", "code": "9"}
+ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": {**HOME}}}
+DATED = {"type": "object", "properties": {"on": {"type": "string", "format": "date"}}}
+ODD = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/places/0"}, "b": {"type": "array", "prefixItems": [{"$ref": "#/places/0"}]}},
+    "places": [{"type": "string", "x-sensitive": True}],
+}
+CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a-model": (Account, ACCOUNT),
+    "too-short": (Account, {**ACCOUNT, "name": "A"}),
+    "missing": (Account, {"name": "Ada"}),
+    "no-coercion": (Account, {**ACCOUNT, "pin": 1234}),
+    "an-alias": (Aliased, {"cardNumber": "4000"}),
+    "its-own-schema": (Writing, {"text": "x"}),
+    "a-dict": (SECRETIVE, {"token": "abc"}),
+    "no-mark": (create_model("Unmarked", password=(str, ...), day=(str, "")), {"password": "x"}),
+    "no-mark-in-a-dict": ({"type": "object", "properties": {"api_key": {}}}, {"api_key": "x", "b": [1]}),
+    "nothing-said": ({"type": "object"}, {"token": "abc", "n": 1}),
+    "a-mark-in-an-odd-place": (ODD, {"a": "x", "b": ["y", 1]}),
+    "of-a-loader": (SchemaLoader(Config()).generate_model(DATED, "Dated"), {"on": "no date"}),
+}
+
+
+class Spy(Middleware):
+    """Keeps what apcore has redacted for its hooks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        self.seen.append(("before", inputs, context.redacted_inputs))
+
+    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> None:
+        self.seen.append(("after", inputs, context.redacted_inputs))
+
+    def on_error(self, module_id: str, inputs: dict[str, Any], error: Exception, context: Any) -> None:
+        self.seen.append(("error", inputs, str(error), context.redacted_inputs))
+
+
+class Changing(Spy):
+    """Changes the arguments where they stand."""
+
+    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        super().before(module_id, {**inputs}, context)
+        inputs["token"] = f"{inputs.get('token')}!"
+
+
+@pytest.mark.parametrize("spy_class", [Spy, Changing])
+@pytest.mark.parametrize(("schema", "arguments"), CALLED.values(), ids=CALLED.keys())
+async def test_arguments_are_validated_and_redacted_as_by_apcore(
+    schema: Any, arguments: dict[str, Any], spy_class: type[Spy], caplog: pytest.LogCaptureFixture
+) -> None:
+    spy = spy_class()
+    registry = registry_of({"echo": FunctionalModule(echo, input_schema=schema, output_schema=schema)})
+    executor = Executor(registry, middlewares=[spy])
+    with contextlib.suppress(SchemaValidationError):
+        await executor.call_async("echo", {**arguments})
+    alone = spy.seen[:]
+    warnings = {record.getMessage() for record in caplog.records if record.name.startswith("apcore.")}
+    spy.seen.clear()
+    caplog.clear()
+    async with connect(executor) as client:
+        await client.call_tool("echo", arguments)
+        await client.call_tool("echo", arguments)
+    assert spy.seen == alone * 2
+    assert {record.getMessage() for record in caplog.records if record.name.startswith("apcore.")} == warnings
+
+
+async def test_hooks_get_the_output_as_it_is_written() -> None:
+    """By the module's own model: with its defaults and without what it does not name; and redacted by its marks."""
+    seen: list[Any] = []
+
+    class Outputs(Middleware):
+        def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> None:
+            seen.append((output, context.redacted_output))
+
+    model = create_model("Model", user=(str, ...), day=(str, "today"), pin=(str, Marked))
+    registry = registry_of({"echo": FunctionalModule(echo, output_schema=model)})
+    async with connect(Executor(registry, middlewares=[Outputs()])) as client:
+        await client.call_tool("echo", {"user": "Ada", "pin": "1234", "more": 1})
+    output = {"user": "Ada", "day": "today", "pin": "1234"}
+    assert seen == [(output, {**output, "pin": REDACTED_VALUE})]
+
+
+async def test_a_users_own_step_sees_the_module_itself() -> None:
+    seen: list[Any] = []
+
+    class Look(BaseStep):
+        async def execute(self, ctx: PipelineContext) -> StepResult:
+            seen.append((self.name, ctx.module, ctx.module.input_schema))
+            ctx.module.looked_at = len(seen)
+            return StepResult("continue")
+
+    schemas = {"input_schema": Account, "output_schema": Account}
+    executor = Executor(registry_of({"echo": FunctionalModule(echo, **schemas)}))
+    names = executor.current_strategy.step_names()
+    for name in names[names.index("module_lookup") : -1]:
+        executor.current_strategy.insert_after(name, Look(f"after_{name}"))
+    module = executor.registry.get("echo")
+    names = executor.current_strategy.step_names()
+    async with connect(executor) as client:
+        result = await client.call_tool("echo", ACCOUNT)
+        assert not result.is_error
+    own = [name for name in names if name.startswith("after_")]
+    assert seen == [(name, module, Account) for name in own]
+    assert all(each[1] is module for each in seen)
+    assert module.looked_at == len(own)
+    assert executor.current_strategy.step_names() == names
+
+
+async def test_a_stream_is_found_wherever_it_stands() -> None:
+    """A protocol that is checked at run time looks for the attribute itself from Python 3.12 on."""
+
+    async def chunks(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {"n": 1}
+        yield {"m": 2}
+
+    streamed: dict[str, Any] = {"annotations": ModuleAnnotations(streaming=True), "stream": chunks}
+    modules: dict[str, Any] = {
+        "on.the.class": StreamingModule([{"n": 1}, {"m": 2}]),
+        "on.the.module": FunctionalModule(echo, **streamed),
+        "of.models": StreamingModule([{"n": 1}, {"m": 2}], input_schema=create_model("Nothing")),
+    }
+    async with connect(modules) as client:
+        for module_id in modules:
+            note, told = noting()
+            result = await client.call_tool(module_id, progress_callback=note)
+            assert result.structured_content == {"n": 1, "m": 2}
+            assert [message for _, _, message in told] == ['{"n":1}', '{"m":2}'], module_id
+
+
+async def test_a_replaced_module_is_called_by_its_new_model() -> None:
+    def version(marks: dict[str, Any]) -> FunctionalModule:
+        model = create_model("Spell", word=(str, Field(json_schema_extra=marks)))
+        return FunctionalModule(lambda inputs, context: {"seen": context.redacted_inputs}, input_schema=model)
+
+    registry = registry_of({"spell": version({})})
+    async with connect(registry) as client:
+        for word, module in (("abc", None), (REDACTED_VALUE, version({"x-sensitive": True})), ("abc", version({}))):
+            if module is not None:
+                registry.unregister("spell")
+                registry.register("spell", module)
+            result = await client.call_tool("spell", {"word": "abc"})
+            assert result.structured_content == {"seen": {"word": word}}
+
+
+async def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
+    model = create_model("Gone", n=(int, ...))
+    registry = registry_of({"gone": FunctionalModule(echo, input_schema=model, output_schema=model)})
+    gone = weakref.ref(model)
+    del model
+    async with connect(Executor(registry, config=WITHOUT_LIMIT)) as client, asyncio.timeout(30):
+        await client.call_tool("gone", {"n": 1})
+        registry.unregister("gone")
+        await client.list_tools()
+        await asyncio.to_thread(until, lambda: gc.collect() is not None and gone() is None, 10)
+
+
+async def test_an_executor_is_as_it_was_after_its_servers() -> None:
+    described = Described()
+    model = described.model(n=(int, ...))
+    executor = Executor(registry_of({"echo": FunctionalModule(echo, input_schema=model, output_schema=model)}))
+    async with connect(executor) as first:
+        assert (await first.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
+    steps = executor.current_strategy.steps[:]
+    async with connect(executor) as second:
+        async with connect(executor) as third:
+            assert (await third.call_tool("echo", {"n": 3})).structured_content == {"n": 3}
+        times = described.times
+        assert (await second.call_tool("echo", {"n": 2})).structured_content == {"n": 2}
+        assert described.times == times
+        assert await executor.call_async("echo", {"n": 0}) == {"n": 0}
+        assert described.times == times + 3
+    assert executor.current_strategy.steps == steps, "no server puts its steps upon another's"
+    assert executor.current_strategy.step_names() == Executor(executor.registry).current_strategy.step_names()
+    assert executor.validate("echo", {"n": 1}).valid
+
+
+async def test_another_look_up_of_apcores_makes_calls_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if it had renamed what is not public: `_registry`."""
+    released = threading.Event()
+    execute = BuiltinModuleLookup.execute
+
+    async def execute_by_another_name(self: Any, ctx: PipelineContext) -> StepResult:
+        return await execute(SimpleNamespace(_registry=self.modules, **vars(self)), ctx)  # type: ignore[arg-type]
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await report_progress(context, 1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            released.set()
+        return {}
+
+    described = Described()
+    model = described.model(n=(int, ...))
+    modules = {"wait": wait, "echo": FunctionalModule(echo, input_schema=model, output_schema=model)}
+    executor = Executor(registry_of(modules))
+    lookup: Any = next(step for step in executor.current_strategy.steps if step.name == "module_lookup")
+    lookup.modules = vars(lookup).pop("_registry")
+    monkeypatch.setattr(BuiltinModuleLookup, "execute", execute_by_another_name)
+    async with connect(executor) as client:
+        times = described.times
+        for number in range(3):
+            assert (await client.call_tool("echo", {"n": number})).structured_content == {"n": number}
+        assert described.times <= times + 9  # as without a server
+        await cancel(await start(client, "wait"))
+        assert await asyncio.to_thread(released.wait, 10)
+
+
+@pytest.mark.parametrize("step", [BuiltinModuleLookup, BuiltinInputValidation, BuiltinOutputValidation])
+async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = step.execute
+
+    async def execute_on_the_class(self: Any, ctx: PipelineContext) -> StepResult:
+        result = await execute(self, ctx)
+        assert ctx.module is not None
+        assert issubclass(ctx.module.input_schema, BaseModel)
+        return result
+
+    monkeypatch.setattr(step, "execute", execute_on_the_class)
+    async with connect({"echo": FunctionalModule(echo, input_schema=Account, output_schema=Account)}) as client:
+        assert success_text(await client.call_tool("echo", ACCOUNT))
+        refused = await client.call_tool("echo", {**ACCOUNT, "name": "A"})
+        assert text_of(refused).startswith("Input validation failed:\n- name: ")

@@ -1,0 +1,673 @@
+"""README.md and the pages of examples/guide/: what they show runs as it is written, and what they name exists.
+
+How a page is read. A block that begins with a comment `# path` (or has the path behind its language) is that file of
+the page's project. A `text` block holds calls, `> tool {...}`, and what is to come of each: they are made through the
+SDK's client, on the command line's server of that project, with the flags that stand behind `text`. A `console` block
+holds a command and what it prints. Of `sh` blocks, each `python -m apcore_mcp` is run. Python outside of `extensions/`
+is a program, and has its test below.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from conftest import (
+    EXTENSIONS,
+    HANDSHAKE,
+    MODERN,
+    ROOT,
+    client_of,
+    connect,
+    echo,
+    free_port,
+    registry_of,
+    serving,
+    until,
+)
+from mcp import MCPError, StdioServerParameters
+from mcp.client import Client
+from mcp.client.stdio import stdio_client
+from mcp_types import ElicitResult
+from starlette.authentication import AuthCredentials, SimpleUser
+from starlette.middleware import Middleware
+from starlette.testclient import TestClient
+from support import answer, modern
+
+import apcore_mcp
+from apcore_mcp import discover
+from apcore_mcp.__main__ import main
+from apcore_mcp.core import Options
+
+GUIDE = ROOT / "examples" / "guide"
+PAGES = {path.name: path.read_text("utf-8") for path in [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]}
+README = PAGES["README.md"]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FENCED = re.compile(r"^```(\w*) ?(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PATH = re.compile(r"# ([\w./-]+\.\w+)\n")
+
+
+class Block:
+    """A fenced block of a page."""
+
+    def __init__(self, language: str, about: str, text: str) -> None:
+        self.language, self.text = language, text
+        named = PATH.match(text)
+        self.path = named[1] if named else about if "." in about else ""
+        self.flags = "" if self.path else about
+        self.is_program = language == "python" and "/" not in self.path
+
+
+BLOCKS = {page: [Block(*found) for found in FENCED.findall(text)] for page, text in PAGES.items()}
+
+
+def blocks(page: str, language: str) -> list[Block]:
+    return [block for block in BLOCKS[page] if block.language == language]
+
+
+def program(page: str, name: str) -> str:
+    return next(block.text for block in BLOCKS[page] if block.path == name)
+
+
+# What the pages use of packages that may not be installed here.
+STAND_INS = {
+    "pandas.py": """
+import math
+
+class DataFrame:
+    def __init__(self, rows):
+        self.rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    def astype(self, kind):
+        return self
+    def notna(self):
+        return [{name: value == value for name, value in row.items()} for row in self.rows]
+    def where(self, mask, other):
+        frame = DataFrame([])
+        frame.rows = [{n: v if seen[n] else other for n, v in row.items()} for row, seen in zip(self.rows, mask)]
+        return frame
+    def sort_values(self, name, ascending=True):
+        return DataFrame(sorted(self.rows, key=lambda row: row[name], reverse=not ascending))
+    def to_dict(self, form):
+        return [dict(row) for row in self.rows]
+    def __getitem__(self, name):
+        return [row[name] for row in self.rows]
+    def __len__(self):
+        return len(self.rows)
+""",
+    "matplotlib/figure.py": r"""
+class Figure:
+    def subplots(self):
+        return self
+    def plot(self, values):
+        self.values = list(values)
+    def savefig(self, file, *, format, dpi=None):
+        file.write(b"\x89PNG\r\n\x1a\n")
+""",
+}
+STAND_INS = {path: text for path, text in STAND_INS.items() if not importlib.util.find_spec(re.split(r"\W", path)[0])}
+
+
+def write_project(page: str, folder: Path) -> None:
+    """Write the files of a page's project, its programs included, and what they import and nobody has installed."""
+    shown = [block for block in BLOCKS[page] if block.path]
+    assert len({block.path for block in shown}) == len(shown), "two files of one name"
+    if not any(block.path.startswith("extensions/") for block in shown):  # the reader has the first tool
+        shown += [block for block in BLOCKS["README.md"] if block.path == "extensions/text.py"]
+    for block in shown:
+        (folder / block.path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / block.path).write_text(block.text, "utf-8")
+    for name, text in STAND_INS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "login.py").write_bytes((ROOT / "examples" / "login.py").read_bytes())
+
+
+@pytest.fixture
+def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory in which a page's reader works: its files are there, and packages in it can be imported."""
+    page = request.param if hasattr(request, "param") else request.node.callspec.params["page"]
+    write_project(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = {*sys.modules}
+    yield tmp_path
+    here = []
+    for name in {*sys.modules} - before:
+        places = [getattr(sys.modules[name], "__file__", None), *getattr(sys.modules[name], "__path__", ())]
+        if any(str(place).startswith(str(tmp_path)) for place in places):
+            here.append(name)
+    for name in here:
+        del sys.modules[name]
+
+
+def of_page(page: str) -> Any:
+    return pytest.mark.parametrize("project", [page], indirect=True, ids=[page])
+
+
+# ---- What the pages show of tools ----
+
+CALL = re.compile(r"^> (\S+) (\{[^\n]*\})\n(.*?)(?=^> |\Z)", re.DOTALL | re.MULTILINE)
+SERVE = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", "extensions"]
+WITH_CALLS = sorted({page for page in PAGES if blocks(page, "text")})
+
+
+def filled_in(form: dict[str, Any]) -> dict[str, Any]:
+    """How a user fills in a form who agrees to everything."""
+    return {name: field.get("enum", [True])[0] for name, field in form.get("properties", {}).items()}
+
+
+@contextlib.asynccontextmanager
+async def talking(command: list[str], told: list[str]) -> AsyncIterator[Client]:
+    """A client of a server over stdio, in the working directory, which notes what its user is told and asked. The
+    server's log is in the file `log`."""
+
+    async def ask(_: Any, params: Any) -> ElicitResult:
+        told.append("asked: " + params.message.replace("\n", "\n" + " " * 7))
+        return ElicitResult(action="accept", content=filled_in(params.requested_schema))
+
+    server = StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ), cwd=Path.cwd())
+    with Path("log").open("w") as log:  # noqa: ASYNC230 - nothing else is to run meanwhile
+        async with Client(stdio_client(server, errlog=log), elicitation_callback=ask) as client:
+            yield client
+
+
+async def transcript(client: Client, name: str, arguments: dict[str, Any], told: list[str]) -> list[str]:
+    """What becomes of a call, in the lines of a page."""
+    told.clear()
+
+    async def show(progress: float, total: float | None, message: str | None) -> None:
+        told.append(f"progress: {progress:g}/{total:g} {message}")
+
+    result = await client.call_tool(name, arguments, progress_callback=show)
+    for part in result.content:
+        if part.type == "text":
+            told += part.text.split("\n")
+        elif part.type == "resource":
+            text = f"[{part.resource.mime_type}] {getattr(part.resource, 'text', '')}"
+            told += text.rstrip("\n").split("\n")
+        else:
+            told.append(f"[{part.mime_type}]")  # type: ignore[union-attr]
+    return told
+
+
+def plain(lines: list[str]) -> list[Any]:
+    """Lines, of which JSON counts by its value, however it is broken into lines."""
+    values: list[Any] = []
+    left = "\n".join(lines)
+    while left:
+        try:
+            value, end = json.JSONDecoder().raw_decode(left)
+            left = left[end:].lstrip("\n")
+        except ValueError:
+            value, _, left = left.partition("\n")
+        values.append(value)
+    return values
+
+
+@pytest.mark.parametrize("page", WITH_CALLS)
+async def test_the_calls_of_a_page_end_as_it_shows(project: Path, page: str) -> None:
+    """And each of its modules is served, but for those that it says are left out."""
+    seen = []
+    for flags in {block.flags for block in blocks(page, "text")}:
+        calls = [call for block in blocks(page, "text") if block.flags == flags for call in CALL.findall(block.text)]
+        told: list[str] = []
+        async with talking([*SERVE, *flags.split()], told) as client:
+            for name, arguments, expected in calls:
+                lines = await transcript(client, name, json.loads(arguments), told)
+                seen.append((name, plain(lines), plain(expected.rstrip().split("\n"))))
+        warnings = re.findall("WARNING: (.+)", (project / "log").read_text())
+        assert [line for line in warnings if line not in PAGES[page]] == []
+    assert [(name, lines) for name, lines, _ in seen] == [(name, expected) for name, _, expected in seen]
+
+
+CONSOLES = [(page, block.text) for page in PAGES for block in blocks(page, "console")]
+
+
+@pytest.mark.parametrize(("project", "text"), CONSOLES, indirect=["project"], ids=[page for page, _ in CONSOLES])
+@pytest.mark.usefixtures("project")
+def test_a_command_prints_what_a_page_shows(text: str) -> None:
+    command, _, expected = text.removeprefix("$ python ").partition("\n")
+    run = [sys.executable, *command.split()]
+    ended = subprocess.run(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50)
+    assert sorted(re.sub(r"^[\d :,-]+(?=[A-Z]+: )", "", ended.stdout, flags=re.MULTILINE).splitlines()) == sorted(
+        expected.splitlines()
+    )
+
+
+def commands_of(page: str) -> list[str]:
+    """The `python -m apcore_mcp` of a page's `sh` blocks, without what follows it in its line."""
+    lines = "\n".join(block.text for block in blocks(page, "sh")).replace("\\\n", "").splitlines()
+    return [found[1] for line in lines if (found := re.match(r"(?:.* )?python -m apcore_mcp (.+)", line))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)])
+def test_the_commands_of_a_page_run(project: Path, page: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not to their end: they check what they would serve. Its flags are known, and their values allowed."""
+    (project / "examples").mkdir()
+    (project / "examples" / "extensions").symlink_to(EXTENSIONS, target_is_directory=True)
+    for line in commands_of(page):
+        assert main([*shlex.split(line, comments=True), "--log-level", "ERROR", "--check"]) in (0, 1)
+        assert "would be served" in "".join(capfd.readouterr())  # once it has run, stdout is stderr
+
+
+@of_page("README.md")
+@pytest.mark.usefixtures("project")
+async def test_the_chart_of_readme_is_a_picture() -> None:
+    told: list[str] = []
+    async with talking(SERVE, told) as client:
+        assert await transcript(client, "shop.chart", {}, told) == ["{}", "[image/png]"]
+
+
+@pytest.mark.once
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+@of_page("pages.md")
+@pytest.mark.usefixtures("project")
+def test_the_page_of_a_tool_shows_its_result() -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    with serving(discover("extensions"), explorer=True, allow_execute=True) as url, api.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox"]).new_page()
+        page.goto(f"{url}/explorer/#score.score")
+        page.get_by_text("score.score").first.click()
+        page.get_by_label("player").first.fill("ann")
+        page.get_by_role("button", name="Run").first.click()
+        api.expect(page.frame_locator("iframe").locator("body")).to_contain_text("7", timeout=20_000)
+
+
+# ---- Programs ----
+
+PROGRAMS = {(page, block.path) for page in PAGES for block in BLOCKS[page] if block.is_program}
+SERVED = sorted((page, name) for page, name in PROGRAMS if re.search(r"^ *serve\(", program(page, name), re.MULTILINE))
+
+
+def accepts(port: int, server: subprocess.Popen[bytes]) -> bool:
+    """Whether a server listens on this port, or has ended."""
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return server.poll() is not None
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server in a process of its own, which ends well when it is told to."""
+    with open(os.devnull, "wb") as log:
+        server = subprocess.Popen([sys.executable, *command], stderr=log)
+    try:
+        yield server
+    finally:
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(timeout=30)
+    assert status == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends servers by a signal")
+@pytest.mark.parametrize(("project", "name"), SERVED, indirect=["project"], ids=[f"{p}-{n}" for p, n in SERVED])
+async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
+    """Over stdio its tools are listed. Over HTTP it answers, or sends those to a login who have none."""
+    text = re.sub("  # .+", "", (project / name).read_text())
+    if "streamable-http" not in text:
+        async with talking([sys.executable, name], []) as client:
+            assert (await client.list_tools()).tools
+        return
+    port = free_port()
+    (project / name).write_text(text.replace('"streamable-http"', f'"streamable-http", port={port}'))
+    with running(name) as server:
+        until(functools.partial(accepts, port, server))
+        async with httpx.AsyncClient() as http:
+            listed = await http.post(f"http://127.0.0.1:{port}/mcp", **modern("tools/list"))
+        if "login(" in text:
+            assert listed.status_code == 401
+            assert 'resource_metadata="https://tools.example.com/' in listed.headers["www-authenticate"]
+        else:
+            assert [tool["name"] for tool in answer(listed)["result"]["tools"]] == ["door.ring"]
+
+
+def with_openai(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A program whose client of OpenAI's API is the one part that is not real: its model calls `text-shout`, and then
+    says what it was told."""
+
+    class AsyncOpenAI:
+        def __init__(self) -> None:
+            self.chat = SimpleNamespace(completions=self)
+            self.responses = SimpleNamespace(create=self.respond)
+
+        async def create(self, *, model: str, messages: list[Any], tools: list[Any]) -> Any:
+            assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
+            told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
+            call = SimpleNamespace(id="1", function=SimpleNamespace(name="text-shout", arguments='{"text": "hi"}'))
+            reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [call]})
+            return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
+
+        async def respond(self, *, model: str, input: list[Any], tools: list[Any]) -> Any:
+            assert [tool["name"] for tool in tools] == ["text-shout"]
+            if isinstance(input[-1], dict) and "output" in input[-1]:
+                return SimpleNamespace(output=[], output_text=input[-1]["output"])
+            call = SimpleNamespace(type="function_call", name="text-shout", arguments='{"text": "hi"}', call_id="1")
+            return SimpleNamespace(output=[call], output_text="")
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=AsyncOpenAI))  # type: ignore[arg-type]
+    return executed("openai.md", name)
+
+
+def executed(page: str, name: str) -> Any:
+    """What a program of a page defines, once it has run."""
+    defined: dict[str, Any] = {"__name__": name}
+    exec(program(page, name), defined)
+    return SimpleNamespace(**defined)
+
+
+@of_page("openai.md")
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(("name", "question"), [("chat.py", [{"role": "user"}]), ("responses.py", "Shout hi")])
+async def test_a_conversation_with_openai_runs(name: str, question: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(await with_openai(monkeypatch, name).answer(question)) == {"result": "HI"}
+
+
+@of_page("README.md")
+async def test_the_lines_for_openai_offer_the_tools_and_run_one(project: Path) -> None:
+    (project / "extensions" / "shop.py").unlink()
+    chat = executed("README.md", "chat.py")
+    call = SimpleNamespace(function=SimpleNamespace(name="text-shout", arguments='{"text": "hi"}'))
+    assert [tool["function"]["name"] for tool in chat.tools] == ["text-shout"]
+    assert json.loads(await chat.answer(call)) == {"result": "HI"}
+
+
+@of_page("openai.md")
+@pytest.mark.usefixtures("project")
+def test_a_call_of_openais_is_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    executed("openai.md", "by_hand.py")
+    assert capsys.readouterr().out == "{'result': 'GOOD MORNING'}\n"
+
+
+@of_page("README.md")
+def test_the_tools_are_mounted_in_an_application(project: Path) -> None:
+    (project / "extensions" / "shop.py").unlink()
+    posted = modern("tools/call", {"name": "text.shout", "arguments": {"text": "hi"}})
+    with TestClient(executed("README.md", "app.py").app) as http:
+        response = http.post("http://localhost:8000/agents/mcp", **posted)
+        assert answer(response)["result"]["structuredContent"] == {"result": "HI"}
+
+
+@of_page("callers-and-logins.md")
+@pytest.mark.usefixtures("project")
+def test_the_tools_are_mounted_behind_a_login() -> None:
+    with TestClient(executed("callers-and-logins.md", "tools.py").app, base_url="https://example.com") as http:
+        refused = http.post("/tools/mcp", **modern("tools/list"))
+        assert refused.status_code == 401
+        (metadata,) = re.findall(r'resource_metadata="([^"]+)"', refused.headers["www-authenticate"])
+        assert metadata == "https://example.com/tools/.well-known/oauth-protected-resource/mcp"
+        assert metadata.removeprefix("https://example.com") in PAGES["callers-and-logins.md"]
+        assert http.get(metadata).json()["resource"] == "https://example.com/tools/mcp"
+
+
+@of_page("operation.md")
+def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = f'"streamable-http", port={free_port()}'
+    exec(program("operation.md", "beside.py").replace('"streamable-http"', port), {})
+    assert "the program goes on" in capsys.readouterr().out
+
+
+@of_page("modules.md")
+@pytest.mark.usefixtures("project")
+def test_the_tests_of_a_tool_pass() -> None:
+    tests = vars(executed("modules.md", "test_orders.py"))
+    names = [name for name in tests if name.startswith("test_")]
+    assert len(names) == 2
+    for name in names:
+        tests[name]()
+
+
+@of_page("data.md")
+@pytest.mark.usefixtures("project")
+async def test_an_output_formatter_writes_yaml() -> None:
+    told: list[str] = []
+    async with talking([sys.executable, "as_yaml.py"], told) as client:
+        lines = await transcript(client, "kinds.box", {}, told)
+        (tool, *_) = (await client.list_tools()).tools
+    assert yaml.safe_load("\n".join(lines)) == {"size": "s", "items": [{"name": "tea", "price": "4.50 EUR"}]}
+    assert tool.output_schema is None
+
+
+@of_page("secrets-and-approval.md")
+@pytest.mark.usefixtures("project")
+async def test_a_handler_of_ones_own_decides() -> None:
+    result = await executed("secrets-and-approval.md", "office_hours.py").decide(None)
+    assert result.status in ("approved", "rejected")
+
+
+def test_each_program_of_a_page_has_its_test() -> None:
+    here = (ROOT / "tests" / "test_guide.py").read_text("utf-8")
+    for page, name in PROGRAMS:
+        assert name, f"a Python block of {page} without a name"
+        assert (page, name) in SERVED or f'"{name}"' in here, (page, name)
+
+
+def test_the_class_that_a_page_shows_stands_in_the_example() -> None:
+    page = program("callers-and-logins.md", "bearer_token.py")
+    shown = re.search(r"^class BearerTokens\b.+?(?=^\S|\Z)", page, re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    typed = (ROOT / "examples" / "bearer_token.py").read_text()
+    untyped = re.sub(r"(: \w+)(?=[,)])|( -> .+)(?=:$)", "", typed, flags=re.MULTILINE)
+    assert [line for line in shown[0].splitlines() if line not in untyped.splitlines()] == []
+
+
+# ---- Recipes ----
+
+RECIPES = PAGES["operation.md"]
+
+
+class Zoe:
+    """ASGI middleware by which every caller is Zoë."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app({**scope, "user": SimpleUser('Zoë "7"'), "auth": AuthCredentials([])}, receive, send)
+
+
+async def test_the_recipe_for_logs_makes_each_call_a_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("operation.md", "json")
+    config, logger = json.loads(block.text), logging.getLogger("apcore_mcp.access")
+    form = config["formatters"][config["handlers"]["calls"]["formatter"]]
+    assert config["loggers"][logger.name] == {"level": "INFO", "handlers": ["calls"], "propagate": False}
+    handler = logging.StreamHandler(sys.stdout)  # without `dictConfig`, which would change every other test's log
+    handler.setFormatter(logging.Formatter(form["format"], style=form["style"]))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(Zoe)]) as client:
+        for name, outcome in (("t.echo", "ok"), ("t.none", "MODULE_NOT_FOUND")):
+            await client.call_tool(name, {})
+            line = json.loads(capsys.readouterr().out)
+            assert (line["caller"], line["outcome"]) == ('Zoë "7"', outcome)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends servers by a signal")
+def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
+    """Each server lets those who come by its name find their login, which takes its flags."""
+    (unit,) = re.findall(r"^ExecStart=\S+ ((?:.+\\\n)+.+)$", RECIPES, re.MULTILINE)
+    (container,) = re.findall(r"^CMD (\[.+\\\n.+\])$", RECIPES, re.MULTILINE)
+    checks = re.findall(r"^(?:ExecStartPre=/\S+|RUN python) (.+ --check)$", RECIPES, re.MULTILINE)
+    assert len(checks) == 2
+    for line in {re.sub(r"/\S+", str(EXTENSIONS), check) for check in checks}:
+        subprocess.run([sys.executable, *line.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
+    (told,) = [block.text for block in blocks("callers-and-logins.md", "sh")]
+    unit, container, told = (command.replace("\\\n", "") for command in (unit, container, told))
+    for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
+        port = free_port()
+        words[words.index("--port") + 1] = str(port)
+        words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
+        with running(str(ROOT / "examples" / Path(words[0]).name), *words[1:]) as server:
+            until(functools.partial(accepts, port, server))
+            refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
+            assert refused.status_code == 401
+            assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
+
+
+@pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])
+async def test_after_an_upgrade_only_clients_with_a_session_begin_anew(mode: str, stateless: bool) -> None:
+    registry, options = registry_of({"t.echo": echo}), {"port": free_port(), "stateless": stateless}
+    lost = pytest.raises(MCPError, match="Session not found")
+    with contextlib.ExitStack() as old, contextlib.ExitStack() as new:
+        url = old.enter_context(serving(registry, **options))
+        async with client_of(url, mode) as client:
+            await client.call_tool("t.echo", {})
+            old.close()
+            new.enter_context(serving(registry, **options))
+            with lost if mode == HANDSHAKE and not stateless else contextlib.nullcontext():
+                assert not (await client.call_tool("t.echo", {})).is_error
+
+
+# ---- What the pages name ----
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_json_toml_and_yaml_of_a_page_can_be_read(page: str) -> None:
+    readers = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
+    for block in BLOCKS[page]:
+        if block.language in readers:
+            assert readers[block.language](block.text)
+
+
+def headings(text: str) -> set[str]:
+    """What a link to a heading of a page names: `an-upgrade` for "An upgrade"."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    folder = ROOT if page == "README.md" else GUIDE
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", FENCED.sub("", PAGES[page])):
+        target = (folder / file).resolve() if file else folder / page
+        assert target.is_file(), file
+        assert not heading or heading in headings(target.read_text("utf-8")), f"{file}#{heading}"
+
+
+def test_a_page_has_each_public_name() -> None:
+    text = "".join(PAGES.values())
+    assert [name for name in apcore_mcp.__all__ if name[0] != "_" and not name.isupper() and name not in text] == []
+
+
+def test_readme_leads_to_every_page_and_can_be_read_in_three_minutes() -> None:
+    for page in PAGES.keys() - {"README.md"}:
+        assert f"(examples/guide/{page}" in README
+    assert README.count("\n") <= 250
+    assert len(README.encode()) <= 15_000
+
+
+def test_readme_has_the_test_command_and_counts_the_examples() -> None:
+    command = README.partition("<!-- test command -->")[2].partition("```\n\n")[0]
+    lines = re.findall(r"^(?:pip install|python -m).*", command, re.MULTILINE)  # as .ci/run finds them
+    assert lines == ["pip install -e '.[test]'", "python -m pytest -q -n 4"]
+    assert len(discover(EXTENSIONS).list()) == int(re.search(r"`(\d+) tools registered", README)[1])  # type: ignore[index]
+
+
+def inline_code(page: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", FENCED.sub("", PAGES[page]))
+
+
+# Of other people's programs.
+FOREIGN_FLAGS = set("--add-mcp --debug --from-openapi --graceful-timeout --issuer --output --resource --scopes".split())
+FOREIGN_FLAGS |= set("--timeout-graceful-shutdown --unit --workers --against --now --jwt-".split())
+FOREIGN_OPTIONS = set(
+    "acl annotations approval_handler authenticator callers calls context description display ge id max_fails metadata"
+    " middlewares model_config observability output_format policy resources ser_json_inf_nan strategy streaming targets"
+    " trace".split()
+)
+
+
+def parser_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    return capsys.readouterr().out
+
+
+def test_the_pages_name_only_flags_and_options_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {*re.findall(r"--[a-z][a-z-]+", parser_help(monkeypatch, capsys))} | FOREIGN_FLAGS
+    doors = [getattr(apcore_mcp, name) for name in ("to_openai_tools", "run_openai_call", "elicit")]
+    options = {*inspect.signature(Options).parameters} | FOREIGN_OPTIONS
+    options.update(*(inspect.signature(door).parameters for door in doors))
+    for page in PAGES:
+        for code in inline_code(page):
+            assert {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)} <= flags, (page, code)
+            assert {*re.findall(r"(?:^|[(, ])([a-z_]+)=(?=$|[^=])", code)} <= options, (page, code)
+
+
+def test_the_table_of_flags_is_that_of_the_parser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {}
+    options = parser_help(monkeypatch, capsys).partition("\noptions:")[2].partition("\n\nEach flag has")[0]
+    for flag in re.findall(r"\n  (--(?:(?!\n  --)[^\0])+)", options):
+        default = re.search(r"\(default: (.+)\)", flag)
+        known[re.split(r"\s\s+", flag)[0]] = default[1] if default else None
+    table = PAGES["command-line.md"].partition("| Flag |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = {}
+    for row in table:
+        _, flag, default, *_ = (cell.strip() for cell in row.split("|"))
+        shown[flag.replace("`", "")] = default
+    assert [*shown] == [*known]
+    for flag, default in known.items():
+        assert shown[flag].strip("`") == default if default else "`" not in shown[flag], flag
+
+
+def test_what_a_change_touches_is_there() -> None:
+    page = PAGES["how-it-is-built.md"]
+    code = {path.name: path.read_text("utf-8") for path in (ROOT / "apcore_mcp").glob("*.py")}
+    rooms = re.findall(r"^# ---- (\w+)", code["core.py"], re.MULTILINE)
+    picture = re.findall(r"│ ((?:[A-Z]\w+|stdio)(?:, [A-Z]\w+)*)  ", page)
+    named = {room for rooms_of_line in picture for room in rooms_of_line.split(", ")}
+    assert named >= {"stdio", "Router", "Results"}
+    assert named <= {*rooms}
+    drawn = {*re.findall(r"\b(\w+\.py)\b", page.partition("## What becomes")[0])}
+    assert drawn >= code.keys() - {"__init__.py", "__main__.py", "auth.py"}
+    table = page.partition("| a change |")[2].partition("\n\n")[0]
+    for name in re.findall(r"`(\w+)(?:\(\))?`", table):
+        assert any(re.search(rf"\b{name}\b", text) for text in code.values()), name
+    for file in re.findall(r"`([\w/.]+\.py)`", page):
+        assert any(ROOT.joinpath(folder, file).is_file() for folder in (".", "apcore_mcp", "tests")), file
+
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[path.name for path in SCRIPTS])
+def test_a_script_says_first_what_it_shows_and_how_it_is_run(script: Path) -> None:
+    about = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
+    command = "granian" if script.name == "several_cores.py" else f"python examples/{script.name}"
+    assert f"Run: {command}" in about.splitlines()[0]
+    assert f"]({script.name})" in (ROOT / "examples" / "README.md").read_text("utf-8")
+
+
+def test_the_extension_of_the_examples_counts_calls_and_ends_them() -> None:
+    run = [sys.executable, str(ROOT / "examples" / "extension.py")]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
+    *_, refused, left = ended.stdout.splitlines()
+    assert "has been called 2 times" in refused, ended.stderr
+    assert left == "left: 0"

@@ -1,0 +1,349 @@
+"""The command line: its flags, their variables of the environment, its messages and exit statuses (FR-CLI-*)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import MODULE, RawClient, command
+from support import META, ended_well, enveloped, exported_names, run, wait_for_stderr
+
+import apcore_mcp
+from apcore_mcp import serve
+from apcore_mcp.__main__ import main
+
+SECRET = "a key that is long enough, S3CR3T"
+Capture = pytest.CaptureFixture[str]
+Export = Callable[..., list[str]]
+
+
+@pytest.fixture
+def export(extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> Export:
+    """Export the modules of `extensions` under some variables, by a name each, with more flags."""
+
+    def exported(*flags: str, **variables: str) -> list[str]:
+        for name, value in variables.items():
+            monkeypatch.setenv(f"APCORE_MCP_{name}", value)
+        assert main(["--extensions-dir", str(extensions), "--export", "openai", *flags]) == 0
+        return sorted(exported_names(capfd.readouterr().out))
+
+    return exported
+
+
+# ---- Exit statuses ----
+
+
+def status_of(arguments: list[str]) -> object:
+    """The exit status, whether argparse ends the program or `main` returns."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.requirement("FR-CLI-002", "FR-CLI-004", "FR-CLI-008")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no"),
+        (["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f"),
+        (["--port", "0"], "port must be between 1 and 65535"),
+        (["--transport", "stdio", "--port", "70000"], "port must be between 1 and 65535"),
+        (["--name", ""], "server name must not be empty"),
+        (["--name", "n" * 256], "name must not exceed 255 characters"),
+        (["--export", "client", "--prefix", ""], "prefix must not be empty"),
+    ],
+    ids=str,
+)
+def test_status_1_for_a_value_that_is_not_allowed(
+    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    """Before any module is loaded."""
+    (tmp_path / "f").touch()
+    (tmp_path / "ran.py").write_text("open(__file__[:-3], 'w')")
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    status = main(["--extensions-dir", str(tmp_path), "--transport", "streamable-http", *arguments])
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (1, "")
+    assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--explorer-prefix", "explorer"], ["--timeout", "nan"]], ids=str)
+def test_status_1_for_what_serve_refuses(extensions: Path, capsys: Capture, arguments: list[str]) -> None:
+    assert main(["--extensions-dir", str(extensions), "--check", *arguments]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"Error: .*(explorer_prefix|timeout)", line)
+
+
+@pytest.mark.requirement("FR-CLI-003", "FR-CLI-006", "FR-CLI-008")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: --extensions-dir"),
+        (["--extensions-dir", ".", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["--extensions-dir", ".", "--transport", "websocket"], "invalid choice: 'websocket'"),
+        (["--extensions-dir", ".", "--log-level", "LOUD"], "invalid choice: 'LOUD'"),
+        (["--extensions-dir", ".", "--export", "pdf"], "invalid choice: 'pdf'"),
+        (["--extensions-dir", ".", "--port", "abc"], "invalid int value: 'abc'"),
+    ],
+    ids=str,
+)
+def test_status_2_for_arguments_that_cannot_be_parsed(capsys: Capture, arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err[:7]) == (2, "", "usage: ")
+    assert message in printed.err
+
+
+@pytest.mark.requirement("FR-CLI-008")
+@pytest.mark.parametrize(("transport", "host"), [("sse", "127.0.0.1"), ("streamable-http", "203.0.113.7")])
+def test_status_2_for_an_address_that_cannot_be_had(
+    transport: str, host: str, extensions: Path, capfd: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port in use, and an address of another machine."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--extensions-dir", str(extensions), "--transport", transport, "--host", host]
+        assert main([*arguments, "--port", str(taken.getsockname()[1])]) == 2
+    printed = capfd.readouterr()
+    (line,) = printed.err.splitlines()
+    assert (line[:7], printed.out, caplog.text) == ("Error: ", "", "")
+
+
+def test_an_interrupt_while_modules_are_loaded_ends_the_program(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "zebra.py").write_text("print('loaded all the same')\n")
+    ended = run("--extensions-dir", str(tmp_path))
+    assert ended.returncode != 0
+    assert "loaded all the same" not in ended.stderr
+    assert "server started" not in ended.stderr
+
+
+# ---- Flags ----
+
+
+@pytest.mark.requirement("FR-CLI-007")
+def test_help_lists_every_option_of_serve_with_its_default(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    of_python = "registry_or_executor on_startup on_shutdown metrics_collector middleware output_formatter"
+    options = inspect.signature(serve).parameters.keys() - {*of_python.split(), "mcp_extensions"}
+    flags = {f"--{name.replace('_', '-')}" for name in options}
+    flags |= {"--extensions-dir", "--export", "--check", "--metrics", "--log-config"}
+    described = {line.split()[0].strip(",") for line in text.splitlines() if line.lstrip().startswith("--")}
+    assert flags - described == set()
+    assert {"--no-redact-output", "--no-mask-errors"} <= {*re.findall(r"--no-[\w-]+", text)}
+    for default in ("stdio", "127.0.0.1", "8000", "apcore-mcp", "INFO"):
+        assert f"(default: {default})" in " ".join(text.split())
+    assert "None" not in text
+
+
+def test_version_alone_is_the_packages(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"apcore-mcp {apcore_mcp.__version__}\n"
+
+
+def test_the_installed_command_is_the_same_program() -> None:
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="apcore-mcp")
+    assert entry.load() is main
+
+
+@pytest.mark.requirement("FR-FILTER-001", "FR-FILTER-002", "FR-FILTER-003")
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("--prefix voice.", ["voice-say", "voice-shout"]),
+        ("--tags public calm", ["hand-write", "voice-say"]),
+        ("--tags calm --prefix voice.", ["voice-say"]),
+        ("--read-only", ["voice-say"]),
+        ("--exclude hand voice.sh", ["voice-say"]),
+    ],
+)
+def test_filters(extensions: Path, export: Export, arguments: str, names: list[str]) -> None:
+    read_only = "\n    annotations = ModuleAnnotations(readonly=True)\n"
+    text = "from apcore import ModuleAnnotations\n" + MODULE.format(tag="calm") + read_only
+    (extensions / "voice" / "say.py").write_text(text)
+    (extensions / "voice" / "shout.py").write_text(MODULE.format(tag="loud"))
+    assert export(*arguments.split()) == names
+
+
+@pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005", "FR-SERVER-004")
+def test_options_reach_the_server_and_its_start_is_logged() -> None:
+    arguments = ["--name", "ü" * 255, "--version", "7.8", "--prefix", "units.", "--tool-names", "portable"]
+    arguments += ["--instructions", "Ask.", "--log-level", "DEBUG", "--host", "", "--port", "9"]
+    with RawClient(command(*arguments)) as client:
+        told = client.initialize()["result"]
+        assert (told["serverInfo"], told["instructions"]) == ({"name": "ü" * 255, "version": "7.8"}, "Ask.")
+        assert [tool["name"] for tool in client.request("tools/list")["result"]["tools"]] == ["units-convert"]
+        client.request("tools/call", {"name": "units-convert", "arguments": {}})
+        status, stderr = client.end()
+    assert status == 0
+    lines = stderr.decode().splitlines()
+    assert any(line.endswith("apcore-mcp server started: 1 tool registered, transport=stdio") for line in lines)
+    assert any("Tool call: units" in line for line in lines)
+    assert b"--export" not in stderr, "a hint for who is at a terminal"
+
+
+@pytest.mark.requirement("FR-CLI-005", "FR-CLI-006")
+def test_log_level_warning_hides_the_start(tmp_path: Path) -> None:
+    """FR-SERVER-006; the server works all the same, under the package's name and version."""
+    options = ["--log-level", "WARNING", "--extensions-dir", str(tmp_path), "--instructions", "Ask."]
+    with RawClient(command(*options)) as client:  # of 2026-07-28
+        told = client.request("server/discover", enveloped({}))["result"]
+        info = told["_meta"][META + "serverInfo"]
+        assert (info["name"], info["version"]) == ("apcore-mcp", apcore_mcp.__version__)
+        assert told["instructions"] == "Ask."
+        assert client.request("tools/list", enveloped({}))["result"]["tools"] == []
+        status, stderr = client.end()
+    warning = "WARNING: No modules registered; server starting with zero tools"
+    assert status == 0
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {warning}\n", stderr.decode())
+
+
+def test_access_log_is_a_line_for_each_call(extensions: Path) -> None:
+    for flags, count in ([], 0), (["--access-log"], 1):
+        with RawClient(command("--extensions-dir", str(extensions), *flags)) as client:
+            client.initialize()
+            client.request("tools/call", {"name": "voice.say", "arguments": {"text": "hello"}})
+            lines = client.end()[1].decode().splitlines()
+        assert len([line for line in lines if "voice.say" in line]) == count
+
+
+def test_a_hint_at_a_terminal(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An export has none."""
+    terminal, stdin = os.openpty()
+    with RawClient(command(), stdin=stdin) as server:
+        assert "A client has to start this server" in wait_for_stderr(server, "server started")
+        server.process.send_signal(signal.SIGINT)
+        ended_well(server)
+        assert server.process.stdout is not None
+        assert server.process.stdout.read() == b""
+    os.close(terminal)
+    os.close(stdin)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    assert main(["--extensions-dir", str(extensions), "--export", "mcp"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+# ---- Variables ----
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "names"),
+    [
+        ({"TAGS": "public calm"}, "", ["hand-write", "voice-shout"]),
+        ({"PREFIX": "voice."}, "", ["voice-say", "voice-shout"]),
+        ({"PREFIX": "voice."}, "--prefix hand", ["hand-write"]),
+        ({"READ_ONLY": "true"}, "", []),
+        ({"READ_ONLY": "false", "SEARCH": "TRUE"}, "", ["hand-write", "voice-say", "voice-shout"]),
+        ({"REDACT_OUTPUT": "false"}, "--redact-output", ["hand-write", "voice-say", "voice-shout"]),
+        ({"PREFIX": "", "TAGS": " ", "PORT": ""}, "", ["hand-write", "voice-say", "voice-shout"]),
+    ],
+    ids=str,
+)
+def test_a_variable_stands_for_its_flag(
+    export: Export, variables: dict[str, str], flags: str, names: list[str]
+) -> None:
+    assert export(*flags.split(), **variables) == names
+
+
+def test_a_variable_turns_a_switch_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'from apcore.decorator import module\n@module\ndef fail() -> int:\n    raise LookupError("of the module")\n'
+    (tmp_path / "t.py").write_text(text)
+    for value, told in ("true", "Internal error occurred"), ("false", "of the module"):
+        monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", value)
+        with RawClient(command("--extensions-dir", str(tmp_path))) as client:
+            client.initialize()
+            result = client.request("tools/call", {"name": "t.fail", "arguments": {}})["result"]
+        assert told in result["content"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status", "message"),
+    [
+        ("PORT", "abc", 2, "argument --port: invalid int value: 'abc'"),
+        ("EXPLORER", "yes", 2, "argument --explorer: ignored explicit argument 'yes'"),
+        ("REDACT_OUTPUT", "0", 2, "argument --redact-output/--no-redact-output: ignored explicit argument '0'"),
+        ("TRANSPORT", "pigeon", 2, "argument --transport: invalid choice: 'pigeon'"),
+        ("EXPORT", "pdf", 2, "argument --export: invalid choice: 'pdf'"),
+        ("PORT", "0", 1, "Error: port must be between 1 and 65535"),
+        ("STATE_KEY", "S3CR3T", 1, "Error: state_key"),
+        ("LOG_CONFIG", "/no/such.json", 1, "Error: --log-config /no/such.json: "),
+    ],
+)
+def test_a_wrong_value_of_a_variable_is_refused(
+    extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch,
+    variable: str, value: str, status: int, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(f"APCORE_MCP_{variable}", value)
+    assert status_of(["--extensions-dir", str(extensions), "--check"]) == status
+    printed = capfd.readouterr().err
+    assert message in printed
+    assert "S3CR3T" not in printed
+
+
+def test_no_secret_of_the_environment_is_shown(extensions: Path) -> None:
+    variables = {"EXTENSIONS_DIR": str(extensions), "PREFIX": "voice", "EXPORT": "mcp", "STATE_KEY": SECRET}
+    variables |= {"TRANSPORT": "streamable-http", "STATELESS": "true"}
+    environment = os.environ | {f"APCORE_MCP_{name}": value for name, value in variables.items()}
+    ended = run(env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert len(json.loads(ended.stdout)) == 2
+    for arguments in (["--help"], ["--export=client"], ["--export=client", "--transport=stdio"], ["--port=0"]):
+        ended = run(*arguments, env=environment)
+        assert SECRET not in ended.stdout + ended.stderr
+
+
+def test_the_library_reads_no_variable(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from apcore_mcp import discover, to_openai_tools
+
+    monkeypatch.setenv("APCORE_MCP_PREFIX", "voice")
+    assert len(to_openai_tools(discover(str(extensions)))) == 3
+
+
+# ---- --log-config ----
+
+LOG_CONFIG = {
+    "version": 1,
+    "formatters": {"json": {"format": '{"tool": "%(tool)s", "outcome": "%(outcome)s", "ms": %(duration_ms).1f}'}},
+    "handlers": {"access": {"class": "logging.StreamHandler", "formatter": "json"}},
+    "loggers": {"apcore_mcp.access": {"handlers": ["access"], "level": "INFO", "propagate": False}},
+}
+
+
+def test_log_config_says_how_to_log(extensions: Path, tmp_path: Path) -> None:
+    """The levels too: nothing but its handlers writes, and nothing below WARNING unless it says so."""
+    (tmp_path / "log.json").write_text(json.dumps(LOG_CONFIG))
+    arguments = ["--extensions-dir", str(extensions), "--prefix=voice", "--access-log"]
+    with RawClient(command(*arguments, "--log-config", str(tmp_path / "log.json"))) as client:
+        client.initialize()
+        client.request("tools/call", {"name": "voice.say", "arguments": {"text": "hello"}})
+        status, stderr = client.end()
+    (line,) = stderr.decode().splitlines()
+    told = json.loads(line)
+    assert (status, told["tool"], told["outcome"]) == (0, "voice.say", "ok")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 1, "handlers": {"h": {"class": "no.such\\n"}}}'])
+def test_log_config_that_cannot_be_used(extensions: Path, tmp_path: Path, capfd: Capture, content: str) -> None:
+    before = [*logging.root.handlers]
+    path = tmp_path / "log.json"
+    path.write_text(content)
+    assert main(["--extensions-dir", str(extensions), "--log-config", str(path)]) == 1
+    logging.root.handlers[:] = before
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"Error: --log-config {path}: ")
