@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -488,6 +489,7 @@ class Changing(Spy):
         inputs["token"] = f"{inputs.get('token')}!"
 
 
+@pytest.mark.skipif(version("apcore") == "0.32.0", reason="its redaction follows no references")
 @pytest.mark.parametrize("spy_class", [Spy, Changing])
 @pytest.mark.parametrize(("schema", "arguments"), CALLED.values(), ids=CALLED.keys())
 async def test_arguments_are_validated_and_redacted_as_by_apcore(

@@ -556,8 +556,11 @@ async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
     kept = [weakref.ref(function), weakref.ref(own), weakref.ref(function.apcore_module)]
     registry.unregister("f.keep")
     del function, own
-    gc.collect()
-    assert [reference() for reference in kept] == [None] * 3
+    # What the call has left to the loop goes in its next turns.
+    async with asyncio.timeout(30):
+        while any(reference() is not None for reference in kept):
+            await asyncio.sleep(0)
+            gc.collect()
 
 
 # ---- Results ----
