@@ -493,7 +493,8 @@ def test_an_unknown_annotation_leaves_its_module_out(tmp_path: Path, files: dict
         (tmp_path / name).write_text(text)
     folder = load(tmp_path)
     assert folder.list() == []
-    assert left_out(folder, tmp_path) == [reason]
+    (told,) = left_out(folder, tmp_path)
+    assert told.startswith(reason)  # Python 3.13 also says what may have been meant
 
 
 def test_known_annotations_are_served(tmp_path: Path) -> None:
