@@ -359,7 +359,7 @@ _KEYWORDS = {keyword: value_type for keywords, value_type in _LEGAL.items() for 
 _METASCHEMA = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KEYWORDS, total=False))
 
 
-class _Unconvertible(ValueError):
+class UnconvertibleSchema(ValueError):
     """A legal schema whose references cannot be inlined. An output schema like that costs its tool no more than the
     `outputSchema`."""
 
@@ -489,7 +489,7 @@ class _SchemaConverter:
             return {} if node else {"not": {}}
         self._nodes += 1
         if self._nodes > _NODES_MAX:
-            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_NODES_MAX} nodes")
+            raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_NODES_MAX} nodes")
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
         for keyword in _FOREIGN.intersection(result):
             del result[keyword]
@@ -513,9 +513,9 @@ class _SchemaConverter:
     def _target(self, ref: str, resolver: Any, opened: list[str], place: str) -> JSONSchema:
         if ref in opened:
             path = map(posixpath.basename, [*opened[opened.index(ref) :], ref])
-            raise _Unconvertible(f"Circular reference: {' -> '.join(path)}")
+            raise UnconvertibleSchema(f"Circular reference: {' -> '.join(path)}")
         if len(opened) > _REF_DEPTH_MAX:
-            raise _Unconvertible(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} references")
+            raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} references")
         try:
             target = resolver.lookup(ref)
         except Unresolvable:
@@ -654,7 +654,7 @@ def _marks_in_form(schema: JSONSchema) -> JSONSchema:
     """The marks of a schema with references; where these cannot be followed, any mark stands for the whole."""
     try:
         return _marks(_SchemaConverter().inline(schema))
-    except _Unconvertible:
+    except UnconvertibleSchema:
         return {"x-sensitive": True} if _mentions_mark(schema) else {}
 
 
@@ -846,22 +846,42 @@ def _name_in_json(key: Any) -> str:
     return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
 
 
-def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root") -> Any:
+_NO_FORM = object()
+
+
+def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
+    """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
+    where it cannot."""
+    python = dump(by_alias=True, warnings=False)
+    form: Any = _NO_FORM
+    with suppress(ValueError):  # bytes that are no text
+        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
+    return python, form
+
+
+def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
     """Copy `value` into plain JSON types by JSON's rules: dates become ISO text, enums their values, bytes base64.
 
-    A Decimal is a number where `schemas` ask for one. ValueError for what JSON cannot say, with its `place`."""
+    A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
+    model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
+    if isinstance(value, BaseModel):
+        fault = _nan_in(value, place.removeprefix("the root"))
+        if fault:
+            raise ValueError(fault)
+        value, form = _dumped(value.model_dump, value.model_dump_json)
+    is_nat = isinstance(value, date) and value != value  # pandas' missing date
+    is_whole = isinstance(form, str | int | float) and not isinstance(value, bytes | bytearray | Iterator)
+    if (is_whole and not is_nat) or (form is None and isinstance(value, float)):
+        return form
     if isinstance(value, Decimal) and value.is_finite():
         types = {name for schema in schemas for name in types_of(schema)}
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
     value = _without_numpy(value.value if isinstance(value, Enum) else value)
-    is_nat = isinstance(value, date) and value != value  # pandas' missing date
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, BaseModel):
-        value = value.model_dump(by_alias=True, warnings=False)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     prefix = "" if place == "the root" else f"{place}."
     if isinstance(value, Mapping):
@@ -870,11 +890,13 @@ def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the r
             name = _name_in_json(key)
             if name in written:
                 raise ValueError(f"two keys are {name!r} at {place}")
-            written[name] = _as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name)
+            part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
+            written[name] = _as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
         return written
     if isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)):
         parts = [[*in_place(*part_schemas(schemas, index))] for index in range(len(value))]
-        return [_as_json(item, parts[index], f"{prefix}{index}") for index, item in enumerate(value)]
+        forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
+        return [_as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
@@ -950,7 +972,7 @@ class _Output:
         self.fault = ""  # why it cannot be
         try:
             self.schema = _SchemaConverter(self._declared if self._adapter else None).inline(schema)
-        except _Unconvertible as error:
+        except UnconvertibleSchema as error:
             if _mentions_mark(schema):
                 raise
             self.fault = str(error)
@@ -983,15 +1005,15 @@ class _Output:
     def _serialize(self, output: Any) -> Any:
         if self._adapter is not None:
             checked = self._validate(self._adapter, output)
-            if self._is_open:
-                return _plain(_as_json(self._adapter.dump_python(checked, by_alias=True, warnings=False)))
-            written = self._adapter.dump_python(checked, mode="json", by_alias=True, warnings=False)
-            if _is_json(written):
+            dump = functools.partial(self._adapter.dump_python, checked)
+            written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
+            if written is not None and _is_json(written):
                 return written
             fault = _nan_in(checked)
             if fault:
                 raise ValueError(fault)
-            return from_json(self._adapter.dump_json(checked, by_alias=True, warnings=False), allow_inf_nan=False)
+            python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
+            return _plain(_as_json(python, form=form) if self._is_open else form)
         written = None
         is_plain = False
         with suppress(ValueError, TypeError):
@@ -1374,15 +1396,19 @@ class _ResultMapper:
     def to_result(self, output: Any, written: bytes | None) -> JSONObject:
         """The tool result for `output`, which was `written` unless middleware has changed it since (F-013)."""
         tool = self.tool
+        files: list[JSONObject] = []
+        text = None
         try:
-            value = output if self._is_as_written(output, written) else _as_json(output)
-            is_changed = value is not output
-            value = redact(value, *tool.marks)
-            files: list[JSONObject] = []
-            if tool.media:
-                value = {**value}
-                files = _take_files(tool, value)
-            text = to_json(value).decode()
+            with suppress(ValueError):
+                text = to_json(output)
+            is_changed = text != written
+            value = _as_json(output) if is_changed else output
+            if text is None or is_changed or tool.marks or tool.media:
+                value = redact(value, *tool.marks)
+                if tool.media:
+                    value = {**value}
+                    files = _take_files(tool, value)
+                text = to_json(value)
         except Exception as error:  # a module's own __str__ may raise anything
             raise _not_json(error) from None
         if is_changed:  # a client would refuse what breaks the promise
@@ -1391,22 +1417,18 @@ class _ResultMapper:
                 raise RefusedOutput(faults, output)
         is_structured = bool(tool.output_schema) if self.structured is None else self.structured
         size = len(text) if is_structured else 0
+        shown = text.decode()
         if self.options.output_formatter is not None and not self.structured:
             try:
-                text = text_of(self.options.output_formatter(from_json(text)))  # a copy, which it may change
+                shown = text_of(self.options.output_formatter(from_json(text)))  # a copy, which it may change
             except Exception:  # a user's own function
                 logger.exception("output_formatter failed, so %s is answered in JSON", self.label)
-        self.check_size(size + len(text.encode()) + sum(len(json.dumps(file)) for file in files))
-        result = tool_result(text, *files)
+            text = shown.encode()
+        self.check_size(size + len(text) + sum(len(json.dumps(file)) for file in files))
+        result = tool_result(shown, *files)
         if is_structured:
             result["structuredContent"] = value
         return result
-
-    def _is_as_written(self, output: Any, written: bytes | None) -> bool:
-        try:
-            return to_json(output) == written
-        except ValueError:
-            return False
 
     def check_size(self, size: int) -> None:
         """Raise an error where a result, or a part of it, is larger than what is sent."""

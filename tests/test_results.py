@@ -622,6 +622,7 @@ class MeanAndMore(Mean):
 
 ONE = Decimal("1.1")
 NAN = float("nan")
+ARRAY = Array([1, 2])
 WRITTEN: list[tuple[Any, Any, Any]] = [
     (Money, ONE, {"result": "1.10 EUR"}),
     (list[Money], [ONE], {"result": ["1.10 EUR"]}),
@@ -632,6 +633,11 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (Mean, Mean(mean=NAN), {"mean": None}),
     (list[Mean], [Mean(mean=NAN)], {"result": [{"mean": None}]}),
     (dict[str, Mean], {"a": Mean(mean=NAN)}, {"a": {"mean": None}}),
+    (PricedAndMore, PricedAndMore(price=ONE, more=ARRAY), {"price": 1.1, "more": [1, 2]}),
+    (Any, [Priced(price=ONE)], {"result": [{"price": 1.1}]}),
+    (dict, {"a": Priced(price=ONE)}, {"a": {"price": 1.1}}),
+    (list, [Mean(mean=NAN)], {"result": [{"mean": None}]}),
+    (MeanAndMore, MeanAndMore(mean=NAN, more=b"ab"), {"mean": None, "more": "YWI="}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
 ]
 """A hint, what a function returns by it, and what is sent."""
