@@ -26,7 +26,7 @@ _AT_A_TERMINAL = "A client has to start this server (--export client); a page: -
 
 def _add_option(parser: argparse.ArgumentParser, option: dataclasses.Field[Any]) -> argparse.Action:
     """Make the flag of an option: `log_level` has `--log-level`."""
-    settings = {key: value for key, value in option.metadata.items() if key != "transports"}
+    settings = {**option.metadata}
     # Where nothing is the default, the help does not say "(default: None)".
     settings["default"] = argparse.SUPPRESS if option.default is None else option.default
     if isinstance(option.default, bool):

@@ -41,6 +41,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -132,17 +133,14 @@ def warn(text: str, messages: list[str]) -> None:
 # ---- Options: every option of `serve()`, once ----
 
 TRANSPORTS = ("stdio", "streamable-http", "sse")
-HTTP = ("streamable-http", "sse")
-_SESSIONS = ("streamable-http",)
 _ROUTES = ("mcp", "sse", "messages", "health", "ready", "metrics")  # the first parts of paths that have an owner
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Texts = Sequence[Annotated[str, Field(min_length=1)]]
 
 
-def _option(default: T, text: str, *, repr: bool = True, only: Sequence[str] = TRANSPORTS, **flag: Any) -> T:
-    """A field of `Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret, `only`
-    says which transports it means anything to."""
-    return dataclasses.field(default=default, repr=repr, metadata={"help": text, "transports": only, **flag})
+def _option(default: T, text: str, *, repr: bool = True, **flag: Any) -> T:
+    """A field of `Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret."""
+    return dataclasses.field(default=default, repr=repr, metadata={"help": text, **flag})
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
@@ -154,8 +152,8 @@ class Options:
     registry_or_executor: SkipValidation[Registry | Executor | APCore]
     _: dataclasses.KW_ONLY
     transport: str = _option("stdio", "MCP transport", choices=TRANSPORTS)
-    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)", only=HTTP)
-    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", only=HTTP, type=int)
+    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
+    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
     name: str = _option("apcore-mcp", "server name sent to clients, 255 characters at most")
     version: str | None = _option(None, "server version sent to clients; alone, print the package's, the default")
     instructions: str | None = _option(None, "what the server says about itself to agents")
@@ -176,20 +174,20 @@ class Options:
     mask_errors: bool = _option(True, "hide the type and text of unexpected exceptions from clients")
     approval: str | ApprovalHandler = _option("require", "ask users", choices=("auto", "require", "deny", "off"))
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
-    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer", only=_SESSIONS)
-    max_sessions: int = _option(10_000, "sessions of handshake clients at a time", only=_SESSIONS, type=int)
-    session_idle_seconds: float = _option(1_800.0, "life of an idle session", only=_SESSIONS, type=float)
+    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer")
+    max_sessions: int = _option(10_000, "sessions of handshake clients at a time", type=int)
+    session_idle_seconds: float = _option(1_800.0, "life of an idle session", type=float)
     shutdown_seconds: _Seconds = _option(5.0, "seconds that running calls have when the server ends", type=float)
-    state_key: str | bytes | None = _option(None, "secret of --stateless servers", repr=False, only=_SESSIONS)
-    allowed_hosts: _Texts | None = _option(None, "Host headers accepted beside addresses", only=HTTP, nargs="+")
+    state_key: str | bytes | None = _option(None, "secret of --stateless servers", repr=False)
+    allowed_hosts: _Texts | None = _option(None, "Host headers accepted beside addresses", nargs="+")
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
     mcp_extensions: Sequence[Any] | None = None
     output_formatter: Callable[[Any], str] | None = None
     max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
-    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools", only=HTTP)
-    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer", only=HTTP)
-    allow_execute: bool = _option(False, "let the Tool Explorer run tools", only=HTTP)
+    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools")
+    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
+    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
 
     @property
     def executor(self) -> Executor:
@@ -776,20 +774,12 @@ def _schema_faults(schema: JSONSchema, values: Any) -> list[dict[str, str]]:
 
 
 def integral(value: Any) -> Any:
-    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30. What is too
-    deep for that stays as it is."""
-
-    def copy(part: Any) -> Any:
-        if isinstance(part, float) and part.is_integer() and abs(part) < 2**53:
-            return int(part)
-        if isinstance(part, dict):
-            return {name: copy(item) for name, item in part.items()}
-        return [*map(copy, part)] if isinstance(part, list) else part
-
-    try:
-        return copy(value)
-    except RecursionError:
-        return value
+    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: integral(item) for name, item in value.items()}
+    return [*map(integral, value)] if isinstance(value, list) else value
 
 
 # ---- Results: what a module gives, checked by what declares it and written once as plain JSON; pure ----
@@ -1611,12 +1601,6 @@ class _ErrorMapper:
 # ---- Catalog: the registry as a list of tools that follows it, and who is offered which; any thread ----
 
 
-def _log_many(count: int) -> None:
-    if count > 128:  # "array too long. Expected an array with maximum length 128", says OpenAI's API
-        advice = "tags, prefix, exclude and read_only choose, or search lists two that find the others"
-        logger.info("%d tools: OpenAI's API and VS Code take 128, Cursor some 40; %s", count, advice)
-
-
 class Catalog:
     """The registry's modules as listed tools, up to date whenever it is read.
 
@@ -1865,7 +1849,6 @@ def to_openai_tools(
     elif identity is not None:
         with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
             tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
-    _log_many(len(tools))
     functions = []
     for tool in tools:
         is_strict = strict and tool.module_id not in lenient
@@ -1957,11 +1940,8 @@ def protocol_error(code: int, message: str, data: Any = None) -> Exception:
 
 
 def json_bytes(value: Any) -> int:
-    """How many bytes plain JSON takes; more than there is room for where it is too deep to be written."""
-    try:
-        return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except RecursionError:
-        return sys.maxsize
+    """How many bytes plain JSON takes."""
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def call_later(seconds: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
@@ -2071,7 +2051,7 @@ class Call:
         self.confirms = False
         self.confirmation: Any = None
         self.is_parked = False
-        self._keys: set[str] = set()  # of all questions that it has asked
+        self._keys = Counter[str]()  # of all questions that it has asked
         self._progress = -math.inf  # the last number that was sent
         self._unsent: Future[None] | None = None  # the last report from another loop
         self._turn = asyncio.Event()  # set when it may have something to answer the request with
@@ -2247,7 +2227,10 @@ class Call:
         else:
             answer = self.loop.create_task(self.session.elicit_form(message, form, self.request_id))
         answer.add_done_callback(silence)
-        key = self._unused(key or "input")
+        key = key or "input"
+        self._keys[key] += 1
+        if self._keys[key] > 1:  # a client may take a key for the question that it has answered
+            key = f"{key}-{self._keys[key]}"
         params = {"mode": "form", "message": message, "requestedSchema": form}
         self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
         if self.task is not None:
@@ -2264,14 +2247,6 @@ class Call:
             logger.warning("Question of %s was not answered", self.label)
             return None
         return self.content_of(answer.result(), form)
-
-    def _unused(self, key: str) -> str:
-        """`key`, or where a question of this call had it, one that is made of it: a client may take a key for the
-        question that it has answered."""
-        keys = itertools.chain([key], (f"{key}-{number}" for number in itertools.count(2)))
-        unused = next(each for each in keys if each not in self._keys)
-        self._keys.add(unused)
-        return unused
 
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
@@ -3327,8 +3302,6 @@ async def _log_start(bridge: Bridge, address: str) -> None:
         logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
-    if not options.search:
-        _log_many(len(tools))
     count = "1 tool" if len(tools) == 1 else f"{len(tools)} tools"
     logger.info("apcore-mcp server started: %s registered, transport=%s%s", count, options.transport, address)
 

@@ -381,26 +381,6 @@ def test_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCaptureFixture) 
         assert not told or told[-1].endswith(nothing)
 
 
-def test_more_tools_than_clients_take_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """At a start and by `to_openai_tools`, from 129 on."""
-    caplog.set_level(logging.INFO, logger="apcore_mcp")
-    registry = registry_of({f"t.m{number}": echo for number in range(128)})
-    for expected in (0, 1):
-        caplog.clear()
-        with serving(registry):
-            to_openai_tools(registry)
-        lines = [text for text in messages_logged(caplog, logging.INFO) if "OpenAI" in text]
-        assert len(lines) == 2 * expected
-        assert all(text.startswith("129 tools: ") for text in lines)
-        assert all(option in text for text in lines for option in ("tags", "prefix", "exclude", "read_only", "search"))
-        caplog.clear()
-        with serving(registry, search=True):
-            to_openai_tools(registry, search=True)
-        assert not [text for text in messages_logged(caplog, logging.INFO) if "OpenAI" in text]
-        if not expected:
-            registry.register("t.last", FunctionalModule(echo))
-
-
 def lines_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in logged(caplog)]
 
