@@ -1642,12 +1642,7 @@ class Catalog:
     def why_empty(self) -> str:
         """Why no tool is listed, in the words of FR-SERVER-006 where there is none to list."""
         count = len(self._registry.list())
-        if not count:
-            return "No modules registered"
-        causes = [name for name in ("prefix", "tags", "exclude", "read_only") if getattr(self._options, name)]
-        if self.left_out:
-            causes.append("the faults above")
-        return f"All registered modules ({count}) are left out by {', '.join(causes)}"
+        return f"All {count} modules are left out: by an option, or as said above" if count else "No modules registered"
 
     def find(self, name: str) -> Tool | None:
         """The listed tool that a client calls `name`: its ID or its alias, with dots or with hyphens."""

@@ -221,15 +221,18 @@ class Folder(Registry):
     def _fence(self, what: str) -> Iterator[None]:
         """Leave out `what` with a WARNING if it raises, `SystemExit` included.
 
-        The traceback goes with it where it names a line of the folder.
+        Of a file, it names the line that failed. The traceback is for DEBUG: most of it is apcore's and pydantic's.
         """
         try:
             yield
         except (Exception, SystemExit) as error:
-            text = f"{what} is left out: {type(error).__name__}: {error}"
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == what]
+            place = f"line {lines[-1]}: " if lines else ""
+            told = " - ".join(str(each).partition("\n")[0] for each in (error, error.__cause__) if each)
+            text = f"{what} is left out: {place}{type(error).__name__}: {told}"
             self.left_out.append(text)
-            has_line = f'File "{self._folder}' in "".join(traceback.format_exception(error))
-            logger.warning("%s", text, exc_info=error if has_line else None)
+            logger.warning("%s", text)
+            logger.debug("%s", text, exc_info=error)
 
     def _warn(self, text: str) -> None:
         self.warned.append(text)

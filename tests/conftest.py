@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,10 +41,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 # No test speaks TLS, but each HTTP client would read all certificates of the machine, as long as the rest of its test.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(ROOT)
-# uvicorn looks only ten times a second whether it is to end, and rests as long before it does: most of a short test.
-HURRIED = ModuleType("asyncio")
-HURRIED.__dict__.update(vars(asyncio), sleep=lambda seconds: asyncio.sleep(seconds / 20))
-uvicorn.server.__dict__["asyncio"] = HURRIED
 EXTENSIONS = ROOT / "examples" / "extensions"
 HANDSHAKE, MODERN = "legacy", "2026-07-28"
 """The two protocol eras, as the SDK's client names its modes."""

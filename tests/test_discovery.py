@@ -20,7 +20,7 @@ from apcore import Executor, ModuleAnnotations, Registry
 from apcore.errors import SchemaValidationError
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import ANYTHING, EXTENSIONS, MODULE, ROOT, FunctionalModule, RawClient, connect, echo, until
-from support import messages_logged, text_of
+from support import logged, messages_logged, text_of
 
 from apcore_mcp.discovery import Folder, discover
 
@@ -177,18 +177,23 @@ def test_one_bad_file_is_left_out_by_name(extensions: Path, caplog: pytest.LogCa
     assert folder.left_out == []
 
 
-def test_the_traceback_of_an_authors_error_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also of what a binding imports. What names no line of the folder is said in one."""
+def test_the_line_of_an_authors_error_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In one line of the log. The traceback, most of which is of others, is for DEBUG."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     (tmp_path / "_bound.py").write_text("import no_such_package\n")
     (tmp_path / "a.binding.yaml").write_text(bound("m.a", "_bound:f", **SCHEMAS))
     (tmp_path / "b.py").write_text("def f():\n    return 1 / 0\n\nf()\n")
-    (tmp_path / "c.py").write_text(FUNCTION.format("Not-An-Id", "wrong"))
-    (tmp_path / "d.py").symlink_to("nowhere.py")
-    assert len(load(tmp_path).left_out) == 4
-    said = [logging.Formatter().format(record) for record in caplog.records]
-    assert [("Traceback" in text) for text in said] == [True, True, False, False]
-    assert "No module named 'no_such_package'" in said[0]
-    assert f'"{tmp_path / "b.py"}", line 2, in f' in said[1]
+    (tmp_path / "c.py").write_text("from apcore.decorator import module\n\n@module\ndef f(a) -> int: ...\n")
+    folder = load(tmp_path)
+    told = messages_logged(caplog)
+    assert told == folder.left_out
+    assert all("\n" not in text for text in told)
+    binding, failing, unread = told
+    assert "No module named 'no_such_package'" in binding
+    assert failing == f"{tmp_path / 'b.py'} is left out: line 2: ZeroDivisionError: division by zero"
+    assert unread.startswith(f"{tmp_path / 'c.py'} is left out: line 3: ")
+    in_full = [logging.Formatter().format(record) for record in logged(caplog, logging.DEBUG)]
+    assert any(f'"{tmp_path / "b.py"}", line 2, in f' in text for text in in_full)
 
 
 def test_what_apcore_passes_over_is_not_looked_at(extensions: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -366,11 +366,11 @@ def test_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCaptureFixture) 
     nothing = "; server starting with zero tools"
     middleware = [ASGIMiddleware(lambda app: app)]
     for source, options, expected in (
-        (registry, {"prefix": "x", "exclude": ["t.a"]}, ["All registered modules (2) are left out by prefix, exclude"]),
-        (odd, {}, ["Module t.odd is left out: ", "All registered modules (1) are left out by the faults above"]),
+        (registry, {"prefix": "x", "exclude": ["t.a"]}, ["All 2 modules are left out: by an option, or as said above"]),
+        (odd, {}, ["Module t.odd is left out: ", "All 1 modules are left out: by an option, or as said above"]),
         (closed, {}, ["The ACL leaves out all modules, for callers without an identity"]),
         (closed, {"middleware": middleware}, []),
-        (closed, {"prefix": "x"}, ["All registered modules (2) are left out by prefix"]),
+        (closed, {"prefix": "x"}, ["All 2 modules are left out: by an option, or as said above"]),
     ):
         caplog.clear()
         with serving(source, **options):

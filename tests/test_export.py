@@ -312,8 +312,8 @@ def test_client_entry_has_no_secret(extensions: Path, capfd: Capture, flag: str)
     ("flags", "reasons"),
     [
         ("", []),
-        ("--prefix none", ["All registered modules (3) are left out by prefix"]),
-        ("--tags no --read-only", ["All registered modules (3) are left out by tags, read_only"]),
+        ("--prefix none", ["All 3 modules are left out: by an option, or as said above"]),
+        ("--tags no --read-only", ["All 3 modules are left out: by an option, or as said above"]),
     ],
 )
 def test_client_entry_comes_with_warnings(
@@ -347,7 +347,7 @@ ALL = ["hand.write", "voice.say", "voice.shout"]
         ({"help.py": "def help(): pass\n"}, "", 1, ALL, "0 left out, 1 warned of", "help.py defines no module"),
         ({"voice/say.py": ODD_NAME}, "", 1, ALL, "0 left out, 1 warned of", "a b"),
         ({"voice/say.py": TALKS}, "", 1, ALL, "0 left out, 1 warned of", None),
-        ({}, "--prefix none", 1, [], "0 left out", "All registered modules (3) are left out by prefix"),
+        ({}, "--prefix none", 1, [], "0 left out", "All 3 modules are left out: by an option, or as said above"),
     ],
     ids="fine helper flags file quiet module no-module refused-name apcores-own filters".split(),
 )

@@ -193,8 +193,8 @@ def test_the_bridge_is_read_in_one_sitting() -> None:
 
 def test_the_bridge_only_shrinks() -> None:
     """Until it is as small as it is to be. These figures go down, never up."""
-    assert lines_of_code("core") <= 2_478
-    assert sum(map(lines_of_code, FILES)) <= 4_096
+    assert lines_of_code("core") <= 2_473
+    assert sum(map(lines_of_code, FILES)) <= 4_094
 
 
 @pytest.mark.parametrize("name", sorted(FILES.keys() - {"core"}))
