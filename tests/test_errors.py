@@ -269,7 +269,9 @@ async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
         async with httpx.AsyncClient(timeout=20) as client:
             deep = right.replace('{"a": 1}', '{"a":' * 700 + "{}" + "}" * 700)
             answer = (await client.post(f"{url}/mcp", content=deep, **call)).json()
-            assert answer["error"]["message"] == "Internal error occurred"
+            # Which of the two depends on how deep this Python goes: whether we or apcore stop at it.
+            assert "error" in answer or answer["result"]["isError"]
+            assert "Internal error occurred" in json.dumps(answer)
             answer = (await client.post(f"{url}/mcp", content=right, **call)).json()
     assert answer["result"]["structuredContent"] == {"a": 1}
 
