@@ -41,7 +41,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
@@ -849,19 +849,26 @@ def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> 
     return python, form
 
 
+def _is_written(value: Any, form: Any) -> bool:
+    """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
+    not the null of what it does not know. The parts of a container are looked at one by one."""
+    if isinstance(value, bytes | bytearray | Set) or (isinstance(value, Mapping) and isinstance(form, dict)):
+        return False
+    if isinstance(value, Sequence) and isinstance(form, list):
+        return len(form) != len(value)
+    return form is not None or isinstance(value, float)
+
+
 def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
     """Copy `value` into plain JSON types by JSON's rules: dates become ISO text, enums their values, bytes base64.
 
     A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
     model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
     if isinstance(value, BaseModel):
-        fault = _nan_in(value, place.removeprefix("the root"))
-        if fault:
-            raise ValueError(fault)
+        _check_values(value, place.removeprefix("the root"))
         value, form = _dumped(value.model_dump, value.model_dump_json)
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
-    is_whole = isinstance(form, str | int | float) and not isinstance(value, bytes | bytearray | Iterator)
-    if (is_whole and not is_nat) or (form is None and isinstance(value, float)):
+    if form is not _NO_FORM and not is_nat and _is_written(value, form):
         return form
     if isinstance(value, Decimal) and value.is_finite():
         types = {name for schema in schemas for name in types_of(schema)}
@@ -896,23 +903,27 @@ def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """What stands in a value, by the names under which it is written."""
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
-        return [((name in fields and fields[name].serialization_alias) or name, item) for name, item in value]
+        parts = [((name in fields and fields[name].serialization_alias) or name, item) for name, item in value]
+        computed = type(value).model_computed_fields
+        return parts + [(field.alias or name, getattr(value, name)) for name, field in computed.items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return [(_name_in_json(key), item) for key, item in value.items()]
-    return enumerate(value) if isinstance(value, list | tuple | Set) else ()
+    return enumerate(value) if isinstance(value, list | tuple | deque | Set) else ()
 
 
-def _nan_in(value: Any, place: str = "", is_allowed: bool = False) -> str:
-    """The first number in `value` that JSON cannot say, as "nan at items.0.qty"; "" for none, and where models say how
-    theirs are written, by `ser_json_inf_nan`."""
-    if isinstance(value, float | Decimal) and not math.isfinite(value) and not is_allowed:
-        return f"{value} at {place.strip('.') or 'the root'}"
+def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
+    """Raise ValueError for the first number in `value` that JSON cannot say ("nan at items.0.qty"), unless a model says
+    how its own are written, by `ser_json_inf_nan`; TypeError for an iterator, which pydantic would use up."""
+    if isinstance(value, Iterator):
+        _unknown(value)
+    if isinstance(value, float | Decimal) and not math.isfinite(value) and not allows_nan:
+        raise ValueError(f"{value} at {place.strip('.') or 'the root'}")
     if isinstance(value, BaseModel):
-        is_allowed = type(value).model_config.get("ser_json_inf_nan") in ("null", "strings")
-    found = (_nan_in(item, f"{place}.{name}", is_allowed) for name, item in _parts_of(value))
-    return next(filter(None, found), "")
+        allows_nan = type(value).model_config.get("ser_json_inf_nan") in ("null", "strings")
+    for name, item in _parts_of(value):
+        _check_values(item, f"{place}.{name}", allows_nan)
 
 
 def _marks_in(value: Any) -> JSONSchema:
@@ -999,11 +1010,9 @@ class _Output:
             written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
             if written is not None and _is_json(written):
                 return written
-            fault = _nan_in(checked)
-            if fault:
-                raise ValueError(fault)
+            _check_values(checked)
             python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
-            return _plain(_as_json(python, form=form) if self._is_open else form)
+            return _plain(_as_json(python, form=form))
         written = None
         is_plain = False
         with suppress(ValueError, TypeError):
@@ -1387,13 +1396,13 @@ class _ResultMapper:
         """The tool result for `output`, which was `written` unless middleware has changed it since (F-013)."""
         tool = self.tool
         files: list[JSONObject] = []
-        text = None
+        text = b""
         try:
             with suppress(ValueError):
                 text = to_json(output)
             is_changed = text != written
             value = _as_json(output) if is_changed else output
-            if text is None or is_changed or tool.marks or tool.media:
+            if is_changed or tool.marks or tool.media:
                 value = redact(value, *tool.marks)
                 if tool.media:
                     value = {**value}
@@ -1452,11 +1461,6 @@ _DETAILS = {  # how a sentence goes on, unless that may quote what is marked
 }
 UNEXPECTED = "Internal error occurred"
 _LOG_CHARACTERS = 10_000  # of an error's text in the log
-
-
-def _sentence(code: str, *, is_withheld: bool = False) -> str:
-    """What a client reads of an error, with places for the facts."""
-    return SENTENCES.get(code, "Module error: {code}") + ("" if is_withheld else _DETAILS.get(code, ""))
 
 
 def failure(text: str, code: str, **report: Any) -> JSONObject:
@@ -1551,7 +1555,8 @@ class _ErrorMapper:
             return self._explain_validation(error, is_withheld)
         if isinstance(error, _OwnError):
             return error.message, {}
-        sentence = _sentence(error.code, is_withheld=is_withheld)
+        sentence = SENTENCES.get(error.code, "Module error: {code}")
+        sentence += "" if is_withheld else _DETAILS.get(error.code, "")
         if isinstance(error, errors.ApprovalDeniedError) and error.result.reason == NOBODY:
             return f"{sentence}: {NOBODY}", {}
         facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
@@ -2075,7 +2080,7 @@ class Call:
     def detach(self) -> None:
         """Go on without a request: what is sent to one after its answer is an error."""
         self.session = None
-        self.wake()
+        self._turn.set()
 
     @property
     def is_working(self) -> bool:
@@ -2086,10 +2091,6 @@ class Call:
         """Wait until it may have stopped working."""
         self._turn.clear()
         await self._turn.wait()
-
-    def wake(self) -> None:
-        """End the waiting of `turn()`."""
-        self._turn.set()
 
     def answer(self, responses: Mapping[str, Any]) -> None:
         """Pass on what the client has answered, by the keys of the questions. Others than open ones are let pass."""
@@ -2121,7 +2122,7 @@ class Call:
         if self.task is not None:
             self.task.ended()
             self.task = None  # whatever the module has left running keeps the call, and would keep its result
-        self.wake()
+        self._turn.set()
 
     def take_outcome(self) -> JSONObject:
         """The result of a call that has ended, which is not kept. Raises the JSON-RPC error that it ended with."""
@@ -2230,7 +2231,7 @@ class Call:
         self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
         if self.task is not None:
             self.task.touch()
-        self.wake()
+        self._turn.set()
         timer = call_later(PARKED_SECONDS, answer.cancel)
         try:
             await asyncio.wait({answer})
@@ -3293,8 +3294,6 @@ async def _log_start(bridge: Bridge, address: str) -> None:
     if is_public and not bridge.catalog.acls:
         everybody = "Everybody who can reach %s may call these tools: there is neither a login (middleware) nor an ACL"
         logger.warning(everybody, options.host)
-    if is_public and options.explorer and options.allow_execute:
-        logger.warning("The Tool Explorer runs tools for everybody who can reach %s: it has no login", options.host)
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     count = "1 tool" if len(tools) == 1 else f"{len(tools)} tools"

@@ -228,7 +228,7 @@ class Folder(Registry):
         except (Exception, SystemExit) as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == what]
             place = f"line {lines[-1]}: " if lines else ""
-            told = " - ".join(str(each).partition("\n")[0] for each in (error, error.__cause__) if each)
+            told = " - ".join(" ".join(str(each).split()) for each in (error, error.__cause__) if each)
             text = f"{what} is left out: {place}{type(error).__name__}: {told}"
             self.left_out.append(text)
             logger.warning("%s", text)

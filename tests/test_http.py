@@ -399,23 +399,6 @@ async def test_whoever_is_refused_reads_which_option_lets_them_in(
     assert f"(Host 'other.example', Origin {origin!r})" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [
-        ({"host": "0.0.0.0", "explorer": True, "allow_execute": True}, True),
-        ({"host": "0.0.0.0", "explorer": True}, False),
-        ({"host": "0.0.0.0", "allow_execute": True}, False),
-        ({"explorer": True, "allow_execute": True}, False),
-    ],
-)
-def test_an_explorer_that_runs_tools_where_others_reach_it_is_a_warning(
-    options: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving(registry_of({"t.echo": echo}), **options):
-        warnings = [warning for warning in messages_logged(caplog) if "Tool Explorer" in warning]
-    assert [bool(warnings), "0.0.0.0" in "".join(warnings)] == [warned, warned]
-
-
 def test_a_server_that_others_reach_without_a_login_and_an_acl_says_so(caplog: pytest.LogCaptureFixture) -> None:
     registry = registry_of({"t.echo": echo})
     acl = ACL([ACLRule(callers=["@external"], targets=["*"], effect="allow")], default_effect="deny")

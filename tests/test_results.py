@@ -8,6 +8,7 @@ import base64
 import enum
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
@@ -620,6 +621,23 @@ class MeanAndMore(Mean):
     more: Any = None
 
 
+class Shortened(BaseModel):
+    top: Annotated[list[int], PlainSerializer(lambda numbers: numbers[:2], when_used="json")]
+    more: Any = None
+
+
+class Averaged(BaseModel):
+    numbers: list[float]
+
+    @computed_field
+    def mean(self) -> float:
+        return NAN
+
+
+class AveragedAndMore(Averaged):
+    more: Any = None
+
+
 ONE = Decimal("1.1")
 NAN = float("nan")
 ARRAY = Array([1, 2])
@@ -638,6 +656,7 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict, {"a": Priced(price=ONE)}, {"a": {"price": 1.1}}),
     (list, [Mean(mean=NAN)], {"result": [{"mean": None}]}),
     (MeanAndMore, MeanAndMore(mean=NAN, more=b"ab"), {"mean": None, "more": "YWI="}),
+    (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
 ]
 """A hint, what a function returns by it, and what is sent."""
@@ -651,6 +670,41 @@ async def test_serializers_of_pydantics_hold(hint: Any, value: Any, sent: Any) -
     async with connect(registry) as client:
         result = await client.call_tool("a.one", {})
     assert parsed(success_text(result)) == result.structured_content == sent
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "place"),
+    [
+        (Averaged, Averaged(numbers=[]), ": nan at mean"),
+        (AveragedAndMore, AveragedAndMore(numbers=[]), ": nan at mean"),
+        (Any, [Averaged(numbers=[])], ": nan at result.0.mean"),
+        (dict, {"a": Averaged(numbers=[])}, ": nan at a.mean"),
+        (PricedAndMore, PricedAndMore(price=ONE, more=deque([NAN])), ": nan at more.0"),
+        (MeanAndMore, MeanAndMore(mean=1, more={"a": Array([1, NAN])}), ": nan at more.a.1"),
+        (PricedAndMore, PricedAndMore(price=ONE, more={1: "a", "1": "b"}), ""),
+    ],
+    ids="computed beside-any in-a-list in-a-dict deque array keys".split(),
+)
+async def test_what_json_cannot_say_is_found_in_models(hint: Any, value: Any, place: str) -> None:
+    """Pydantic would write null for NaN, and one of two keys."""
+    registry = Registry()
+    registry.register("a.one", FunctionModule(returning(hint, value), "a.one"))
+    async with connect(registry) as client:
+        failure(await client.call_tool("a.one", {}), f"Failed to serialize module output{place.replace('result.', '')}")
+
+
+async def test_a_generator_is_not_used_up() -> None:
+    """It may have no end, and all other calls would wait for it."""
+    numbers = (number for number in range(3))
+    registry = Registry()
+    registry.register(
+        "a.part", FunctionModule(returning(PricedAndMore, PricedAndMore(price=ONE, more=numbers)), "a.part")
+    )
+    registry.register("a.whole", FunctionModule(returning(Any, numbers), "a.whole"))
+    async with connect(registry) as client:
+        for name in ("a.part", "a.whole"):
+            failure(await client.call_tool(name, {}), "Failed to serialize module output")
+    assert [*numbers] == [0, 1, 2]
 
 
 UNFIT: list[tuple[Any, Any, str]] = [
