@@ -790,9 +790,8 @@ class RefusedOutput(errors.SchemaValidationError):
 
     def __init__(self, faults: list[dict[str, str]], output: Any) -> None:
         kind = f"{type(output).__module__}.{type(output).__qualname__}"
-        places = ", ".join(
-            f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults
-        )  # messages quote values
+        # No messages, which quote values.
+        places = ", ".join(f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults)
         super().__init__(f"Output validation failed: {places} (it is a {kind})", faults)
 
 
@@ -896,6 +895,8 @@ def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the r
         return [_as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
+    if isinstance(value, bytes | bytearray):  # pydantic has the alphabet of URLs
+        return base64.b64encode(value).decode()
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
 
 
