@@ -16,11 +16,11 @@ import sys
 from typing import Any
 
 from . import __version__, log
-from .core import Options, options_of, run, take_standard_streams
+from .core import Options, options_of, run
 from .discovery import Folder
+from .stdio import take_standard_streams
 
 _CHECK = "list what would be served; fail if anything is left out or warned of"
-_FORMS = "mcp openai openai-strict markdown client".split()  # of export.py, which a vendored copy may be without
 _AT_A_TERMINAL = "A client has to start this server (--export client); a page: --transport streamable-http --explorer"
 
 
@@ -41,7 +41,7 @@ def _command_line() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, l
     own = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     flags = [
         own.add_argument("--extensions-dir", metavar="DIR", required=True, help="directory with apcore modules"),
-        own.add_argument("--export", choices=_FORMS, help="print the tools instead of serving them"),
+        own.add_argument("--export", choices="mcp openai openai-strict markdown client".split(), help="print tools"),
         own.add_argument("--check", action="store_const", const="check", dest="export", help=_CHECK),
         own.add_argument("--log-config", metavar="FILE", help="how to log instead: JSON for logging.config.dictConfig"),
         own.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics"),

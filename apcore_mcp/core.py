@@ -1,9 +1,10 @@
 """The bridge: apcore modules in, an MCP server or OpenAI tool definitions out.
 
 The file reads top to bottom, and each room uses only what stands above it; `grep '^# ----'` lists the rooms. What
-decides what a client is told and what runs is here. How modules run (`execution.py`), who is asked first
-(`approval.py`) and what a folder holds (`discovery.py`) stand beside it, at sockets that apcore has; so does what can
-be switched on (`tasks.py`, `search.py`, `explorer.py`, `metrics.py`), which is imported only then.
+decides what a client is told and what runs is here. Below it stand files that know nothing of it: functions of plain
+data (`schemas.py`, `values.py`), and what plugs into apcore (`execution.py`: how modules run, `approval.py`: who is
+asked first, `discovery.py`: what a folder holds). Above it stand the two ways in, `web.py` and `stdio.py`, and what can
+be switched on (`tasks.py`, `search.py`, `explorer.py`, `metrics.py`); each is imported only where it is used.
 
 The file keeps these promises. Every call goes through apcore's Executor, and only tools that are listed can be called.
 One bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a client.
@@ -30,30 +31,22 @@ import json
 import logging
 import math
 import os
-import posixpath
 import re
 import secrets
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
-from datetime import date
-from decimal import Decimal
-from enum import Enum
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urljoin
 
-from annotated_types import Predicate
 from apcore import ACL, APCore, Config, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
 from apcore.approval import ApprovalHandler
 from apcore.builtin_steps import BuiltinACLCheck
@@ -65,34 +58,62 @@ from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_
 from apcore.trace_context import TraceContext, TraceParent
 from apcore.utils.redaction import REDACTED_VALUE
 from jsonschema import Draft202012Validator
-from jsonschema import ValidationError as InvalidValue
-from jsonschema.exceptions import best_match
-from jsonschema.validators import extend
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_json, to_jsonable_python
-from referencing import Registry as SchemaResources
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
-from typing_extensions import TypedDict
 
 from . import __version__
-from . import approval as approvals
-from .approval import CALL_KEY, CURRENT_CALL, NOBODY, QUESTION_KEY
+from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, approver_of, call_of, handler_in_place
 from .discovery import Folder
-from .execution import THREADS_MAX, Function, busy_threads, daemon_threads, function_of, silence, steps_in_place
-from .log import log_to_stderr
+from .execution import Function, daemon_threads, function_of, silence, steps_in_place
+from .log import log_to_stderr, values_hidden
+from .schemas import (
+    CONSTRAINTS,
+    FOREIGN,
+    IN_PLACE,
+    OTHER_PROPERTIES,
+    JSONObject,
+    JSONSchema,
+    ModelType,
+    SchemaConverter,
+    admits_object,
+    branches,
+    form_of,
+    is_valid,
+    map_subschemas,
+    marks_of,
+    marks_of_hint,
+    marks_of_schema,
+    marks_sensitive,
+    media_types_of,
+    nullable,
+    object_schema,
+    plain_json,
+    promise_of,
+    properties_of,
+    subschemas,
+    types_of,
+)
+from .values import (
+    FAULTS_MAX,
+    Output,
+    RefusedOutput,
+    as_json,
+    fault_at,
+    faults_in,
+    integral,
+    marks_in,
+    not_json,
+    pydantic_faults,
+    redact,
+    schema_faults,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
     from mcp.server.extension import MethodBinding
-    from mcp.shared.message import SessionMessage
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import BaseRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from .search import SearchTools
     from .tasks import Task, Tasks
@@ -108,15 +129,8 @@ MCP_PROGRESS_KEY = "_mcp_progress"
 MCP_ELICIT_KEY = "_mcp_elicit"
 """The key of the function in `context.data` that asks the user of the call (FR-EXT-003)."""
 
-JSONObject = dict[str, Any]
-JSONSchema = JSONObject
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def text_of(value: object) -> str:
-    """A text of a module's for people to read, as JSON can carry it: half of a surrogate pair becomes `?`."""
-    return str(value).encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
@@ -200,6 +214,12 @@ class Options:
         return self.executor.registry
 
     @property
+    def is_public(self) -> bool:
+        """Whether others than this machine can reach the server (HTTP transports)."""
+        address = address_of(self.host)
+        return self.host.lower() != "localhost" if address is None else not address.is_loopback
+
+    @property
     def url(self) -> str:
         """Where clients connect (HTTP transports)."""
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -278,6 +298,14 @@ def options_of(door: str, /, *sources: Any, **options: Any) -> Options:
     )
 
 
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `host` is, with or without brackets; None for a name."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+
+
 def _choice(option: str, value: str, choices: Sequence[str]) -> str:
     """One of the choices, as it is written there."""
     for choice in choices:
@@ -305,741 +333,6 @@ def _executor_of(options: Options) -> Executor:
     if options.dynamic and not isinstance(executor.registry, Folder):
         raise ValueError("dynamic follows the files of a folder: give it what discover() returns")
     return executor
-
-
-# ---- Schemas: JSON Schema in, a self-contained one out; pure ----
-
-# The keywords that hold schemas, those of older drafts included. Under any other one a `$ref` is no reference.
-_SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
-_WITH_SCHEMAS = _SCHEMA_MAPS.union(
-    "anyOf oneOf allOf not if then else prefixItems items additionalItems unevaluatedItems contains"
-    " additionalProperties unevaluatedProperties propertyNames contentSchema".split()
-)
-_CONSTRAINTS = Draft202012Validator.VALIDATORS.keys()  # other keywords describe a value and constrain nothing
-_OTHER_PROPERTIES = frozenset("patternProperties additionalProperties unevaluatedProperties".split())
-# The keywords whose schemas JSON Schema applies in place: to the very value that the schema around them applies to.
-_IN_PLACE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split())
-
-_Model = type(BaseModel)  # the metaclass of pydantic's models
-_PYDANTIC_NAMES = GenerateJsonSchema()  # makes titles of names
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# Keywords that say where references lead, and the dialect: without meaning once references are inlined.
-_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
-# References of other drafts mean nothing to apcore, and some clients drop a tool that has them.
-_FOREIGN = frozenset("$recursiveRef $recursiveAnchor $dynamicRef".split())
-_REF_DEPTH_MAX = 32  # references inside references (FR-SCHEMA-002)
-_NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
-
-# What the metaschema of 2020-12 says of one schema, without the schemas inside it, as a type of pydantic's: a server of
-# 1,000 modules checks 2,000 schemas when it starts, which takes jsonschema's `check_schema` sixty times as long.
-_Schema = JSONObject | bool
-_Type = Literal["null", "boolean", "object", "array", "number", "string", "integer"]
-_Count = Annotated[int, Field(ge=0)]
-_Names = Annotated[list[str], Predicate(lambda names: len({*names}) == len(names))]
-_LEGAL: JSONObject = {
-    **dict.fromkeys(_WITH_SCHEMAS, _Schema),
-    "properties dependentSchemas $defs definitions": dict[str, _Schema],
-    "patternProperties": dict[re.Pattern[str], _Schema],
-    "anyOf oneOf allOf prefixItems": Annotated[list[_Schema], Field(min_length=1)],
-    "type": _Type | Annotated[list[_Type], Field(min_length=1)],
-    "required": _Names,
-    "dependentRequired": dict[str, _Names],
-    "enum": Annotated[list[Any], Field(min_length=1)],  # or it is legal, but not to AJV
-    "examples": list[Any],
-    "minimum maximum exclusiveMinimum exclusiveMaximum": float,
-    "multipleOf": Annotated[float, Field(gt=0)],
-    "minLength maxLength minItems maxItems minProperties maxProperties minContains maxContains": _Count,
-    "uniqueItems deprecated readOnly writeOnly": bool,
-    "pattern": re.Pattern[str],
-    "$ref $comment title description format contentEncoding contentMediaType": str,
-}
-_KEYWORDS = {keyword: value_type for keywords, value_type in _LEGAL.items() for keyword in keywords.split()}
-_METASCHEMA = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KEYWORDS, total=False))
-
-
-class UnconvertibleSchema(ValueError):
-    """A legal schema whose references cannot be inlined. An output schema like that costs its tool no more than the
-    `outputSchema`."""
-
-
-def _map_subschemas(schema: JSONSchema, change: Callable[[Any, str], object]) -> JSONSchema:
-    """Copy `schema` with `change` applied to each schema directly inside it, and the name or keyword it stands under.
-
-    `additionalProperties: false` and its like are kept as they are: everybody writes them to close an object."""
-
-    def changed(item: Any, name: str) -> Any:
-        if isinstance(item, list):
-            return [changed(each, name) for each in item]
-        return change(item, name) if isinstance(item, dict | bool) else item
-
-    copied = {}
-    for keyword, value in schema.items():
-        if keyword in _SCHEMA_MAPS:
-            value = {name: changed(each, name) for name, each in value.items()}
-        elif keyword in _WITH_SCHEMAS and not (keyword in _OTHER_PROPERTIES and isinstance(value, bool)):
-            value = changed(value, keyword)
-        copied[keyword] = value
-    return copied
-
-
-def branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
-    """The schemas directly inside `schema` that stand under `keywords`, but for boolean ones."""
-    found: list[JSONSchema] = []
-    for keyword in schema.keys() & keywords:
-        value = [*schema[keyword].values()] if keyword in _SCHEMA_MAPS else schema[keyword]
-        found += [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
-    return found
-
-
-def subschemas(schema: JSONSchema) -> Iterator[JSONSchema]:
-    """`schema` and every schema in it, at any depth, but for boolean ones."""
-    yield schema
-    for inner in branches(schema, _WITH_SCHEMAS):
-        yield from subschemas(inner)
-
-
-def in_place(*schemas: JSONSchema) -> Iterator[JSONSchema]:
-    """`schemas` and all the schemas in them that may apply to the same value."""
-    for schema in schemas:
-        yield schema
-        yield from in_place(*branches(schema, _IN_PLACE))
-
-
-def part_schemas(schemas: Iterable[JSONSchema], step: str | int) -> Iterator[JSONSchema]:
-    """The schemas that may apply to one property or item of a value to which `schemas` may apply. Patterns of names are
-    not tried: each counts."""
-    for schema in schemas:
-        if isinstance(step, int):
-            yield from schema.get("prefixItems", ())[step : step + 1] or branches(schema, ["items", "unevaluatedItems"])
-        elif step in properties_of(schema):
-            yield schema["properties"][step]
-        else:
-            yield from branches(schema, _OTHER_PROPERTIES)
-
-
-def properties_of(schema: JSONSchema) -> Any:
-    return schema.get("properties", {})
-
-
-def types_of(schema: JSONSchema) -> list[str]:
-    types = schema.get("type", [])
-    return [types] if isinstance(types, str) else types
-
-
-def is_valid(value: Any, schema: JSONSchema) -> bool:
-    return Draft202012Validator(schema).is_valid(value)
-
-
-def _plain(value: Any) -> Any:
-    """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
-    return from_json(to_json(value, inf_nan_mode="constants"), allow_inf_nan=False)
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        _plain(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_mark(schema: JSONSchema) -> bool:
-    """Whether `schema` itself marks its values as sensitive, as pydantic's SecretStr does."""
-    is_secret = schema.get("format") == "password" and schema.get("writeOnly") is True
-    return is_secret or schema.get("x-sensitive") is True
-
-
-def marks_sensitive(schema: JSONSchema) -> bool:
-    """Whether anything in `schema` is marked as sensitive."""
-    return any(map(_is_mark, subschemas(schema)))
-
-
-def _mentions_mark(part: Any) -> bool:
-    """Whether anything in it looks like a mark, wherever it stands: of what no reference can be followed in."""
-    if isinstance(part, dict):
-        return _is_mark(part) or any(map(_mentions_mark, part.values()))
-    return isinstance(part, list) and any(map(_mentions_mark, part))
-
-
-class _SchemaConverter:
-    """Put what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
-
-    The result accepts exactly what apcore accepts by the schema, which it reads as 2020-12 whatever `$schema` says.
-    ValueError for a schema that the metaschema refuses, for one that refers to itself or has references inside
-    references more than 32 deep, and for a result of more than 50,000 schemas; KeyError for a reference to nothing.
-    `model` is the pydantic model that the schema is of, if any: the titles that pydantic makes of the names of fields
-    and classes say nothing and are left out, while an author's own are kept."""
-
-    def __init__(self, model: Any = None) -> None:
-        self._model = model
-
-    def inline(self, schema: JSONSchema) -> JSONSchema:
-        """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
-        self._nodes = 0
-        resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
-        name = _PYDANTIC_NAMES.normalize_name(getattr(self._model, "__name__", "-"))
-        return self._without_class_name(self._visit(schema, resolver, ["#"]), name)
-
-    def _visit(self, node: Any, resolver: Any, opened: list[str], place: str = "") -> JSONSchema:
-        """Copy `node`, with `{}` for `true` and `{"not": {}}` for `false`, as MCP wants objects. `opened` are the
-        references that led to it, outermost first, `place` the names."""
-        if isinstance(node, bool):
-            return {} if node else {"not": {}}
-        self._nodes += 1
-        if self._nodes > _NODES_MAX:
-            raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_NODES_MAX} nodes")
-        result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        for keyword in _FOREIGN.intersection(result):
-            del result[keyword]
-        try:
-            if self._model is None:  # pydantic writes no illegal ones, and patterns that Python cannot read
-                _METASCHEMA.validate_python(result, strict=True)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            raise ValueError(f"illegal schema at {place or 'its root'}: {fault['loc'][0]}: {fault['msg']}") from None
-        prefix = f"{place}." if place else ""
-        result = _map_subschemas(result, lambda inner, name: self._visit(inner, resolver, opened, prefix + name))
-        if "$ref" in result:
-            target = self._target(result.pop("$ref"), resolver, opened, place)
-            if result.keys() & _CONSTRAINTS:
-                # Both hold. If the two were merged, a constraint of one could replace the other's.
-                result["allOf"] = [target, *result.get("allOf", ())]
-            else:
-                result = {**target, **result}
-        return self._complete(result)
-
-    def _target(self, ref: str, resolver: Any, opened: list[str], place: str) -> JSONSchema:
-        if ref in opened:
-            path = map(posixpath.basename, [*opened[opened.index(ref) :], ref])
-            raise UnconvertibleSchema(f"Circular reference: {' -> '.join(path)}")
-        if len(opened) > _REF_DEPTH_MAX:
-            raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} references")
-        try:
-            target = resolver.lookup(ref)
-        except Unresolvable:
-            raise KeyError(f"definition {posixpath.basename(ref)} is missing") from None
-        schema = self._visit(target.contents, target.resolver, [*opened, ref], place)
-        return self._without_class_name(schema, posixpath.basename(ref))
-
-    def _without_class_name(self, schema: JSONSchema, name: str) -> JSONSchema:
-        """`schema` without a title that is all of `name`, or part of it as of `shop__models__Order__1`."""
-        title = _PYDANTIC_NAMES.normalize_name(schema.get("title", ""))
-        if self._model is not None and title and f"__{title}__" in f"__{name}__":
-            del schema["title"]
-        return schema
-
-    def _complete(self, schema: JSONSchema) -> JSONSchema:
-        """`schema` with what clients want to be said, and without what nobody has written."""
-        if self._model is not None:
-            for name, field in properties_of(schema).items():
-                if field.get("title") == _PYDANTIC_NAMES.get_title_from_name(name):
-                    del field["title"]
-        for keyword in ("default", "examples"):
-            # A marked value's would be a secret, and one that JSON cannot say would cost the tool its module.
-            if keyword in schema and (not _is_json(schema[keyword]) or marks_sensitive(schema)):
-                del schema[keyword]
-        # VS Code refuses its whole request for one array or object without these.
-        if "array" in types_of(schema):
-            schema.setdefault("items", {})
-        if "object" in types_of(schema):
-            schema.setdefault("properties", {})
-        return schema
-
-
-class _WrittenForm(GenerateJsonSchema):
-    """The JSON schema of what pydantic writes, not of what it reads; `{}` for what JSON Schema cannot say."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
-        return {}
-
-    def ser_schema(self, schema: Any) -> JSONSchema | None:
-        if schema["type"].startswith("function") and schema.get("return_schema") is None:
-            return {"$comment": "as a serializer without a return type writes it"}
-        return super().ser_schema(schema)
-
-
-# To write the schema of a model takes longer than all else at a start; nothing is kept of a class that is gone.
-_WRITTEN_FORMS: weakref.WeakKeyDictionary[type, JSONSchema] = weakref.WeakKeyDictionary()
-
-
-def _written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
-    """The JSON schema of what pydantic writes by a model or another hint, which an `adapter` has at hand."""
-    if isinstance(hint, type) and hint in _WRITTEN_FORMS:
-        return _WRITTEN_FORMS[hint]
-    schema = (adapter or TypeAdapter(hint)).json_schema(mode="serialization", schema_generator=_WrittenForm)
-    if isinstance(hint, type):
-        _WRITTEN_FORMS[hint] = schema
-    return schema
-
-
-def _admits_object(schema: JSONSchema) -> bool:
-    """Whether `schema` lets objects through, as far as types and unions tell."""
-    unions = branches(schema, ["anyOf", "oneOf"])
-    return "object" in (types_of(schema) or ["object"]) and (not unions or any(map(_admits_object, unions)))
-
-
-def _object_schema(schema: JSONSchema, model: Any = None) -> JSONSchema:
-    """A module's arguments as a self-contained object schema (FR-SCHEMA-001, -003, -004, -006): `{}` becomes
-    `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
-    inlined = _SchemaConverter(model).inline(schema)
-    if not _admits_object(inlined):
-        raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
-    return {**inlined, "type": "object", "properties": properties_of(inlined)}
-
-
-def _nullable(schema: JSONSchema) -> JSONSchema:
-    """`schema`, changed to accept null as well."""
-    if schema.keys() & _CONSTRAINTS == {"anyOf"} and {"type": "null"} in schema["anyOf"]:
-        return schema  # pydantic's Optional; with a validator for it, a start with many tools would take longer by 7 %
-    if is_valid(None, schema):
-        return schema
-    nullable = {**schema}
-    if "type" in schema:
-        nullable["type"] = [*dict.fromkeys([*types_of(schema), "null"])]
-    if "enum" in schema:
-        nullable["enum"] = [*schema["enum"], None]
-    return nullable if is_valid(None, nullable) else {"anyOf": [schema, {"type": "null"}]}
-
-
-# ---- Secrets: which values of a schema are marked, and what stands in their place; pure ----
-
-# Keywords whose schemas apply to parts of the value that nobody looks for: a mark there hides the whole value.
-_WHOLE = frozenset("patternProperties contains propertyNames contentSchema additionalItems dependencies".split())
-
-
-def _marks(schema: JSONSchema) -> JSONSchema:
-    """The marks and the names of a self-contained schema, and nothing else; `{}` where it marks nothing.
-
-    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {}}}` becomes
-    `{"properties": {"a": {"x-sensitive": True}, "b": {}}}`."""
-
-    def outline(part: JSONSchema, _: str = "") -> JSONSchema:
-        if _is_mark(part) or any(map(marks_sensitive, branches(part, _WHOLE))):
-            return {"x-sensitive": True}
-        return _map_subschemas({key: value for key, value in part.items() if key in _WITH_SCHEMAS}, outline)
-
-    return outline(schema) if marks_sensitive(schema) else {}
-
-
-def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
-    """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, from `_marks`, marks.
-
-    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
-    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
-    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
-    applied = [mark for mark in in_place(*marks) if mark]
-    if value is None or not applied:
-        return value
-    if any("x-sensitive" in mark for mark in applied):
-        return REDACTED_VALUE
-    if isinstance(value, list):
-        items = enumerate(value)
-        return [redact(item, *part_schemas(applied, index), hides_others=hides_others) for index, item in items]
-    if not isinstance(value, dict):
-        return value
-    others: list[JSONSchema] = [{"x-sensitive": True}] if hides_others and any(map(properties_of, applied)) else []
-    redacted = {}
-    for name, item in value.items():
-        parts = [*part_schemas(applied, name)] or others
-        redacted[name] = redact(item, *parts, hides_others=hides_others)
-    return redacted
-
-
-def _marks_in_form(schema: JSONSchema) -> JSONSchema:
-    """The marks of a schema with references; where these cannot be followed, any mark stands for the whole."""
-    try:
-        return _marks(_SchemaConverter().inline(schema))
-    except UnconvertibleSchema:
-        return {"x-sensitive": True} if _mentions_mark(schema) else {}
-
-
-# What is marked in the models and dict schemas of modules; nothing is kept of a class that is gone.
-_MARKS_OF: weakref.WeakKeyDictionary[Any, JSONSchema] = weakref.WeakKeyDictionary()
-
-
-def marks_of(schema: Any) -> JSONSchema:
-    """The marks of a model, a dataclass or what apcore makes of a dict schema, both as values are read and as they are
-    written by it. All is marked where a model cannot be read: it may be a user's own class."""
-    if schema is None or isinstance(schema, dict):
-        return _marks(schema or {})
-    if schema not in _MARKS_OF:
-        marks: JSONSchema = {"x-sensitive": True} if hasattr(schema, "model_json_schema") else {}
-        with suppress(Exception):
-            forms = [schema.model_json_schema()] if marks else []
-            forms += [_written_form(schema)] if isinstance(schema, type) else []
-            marked = [*filter(None, map(_marks_in_form, forms))]
-            marks = {"anyOf": marked} if marked else {}
-        _MARKS_OF[schema] = marks
-    return _MARKS_OF[schema]
-
-
-# apcore's loggers that quote arguments, outputs, or errors that do.
-_QUOTING = "schema.hardening executor pipeline middleware.manager middleware.logging".split()
-
-
-def _hide_values(record: logging.LogRecord) -> bool:
-    """Let a record of apcore's log show no values of a call in which something is marked: these are its arguments, or
-    stand in its text."""
-    call = approvals.call_of(None)
-    if call is None or not call.is_secret():
-        return True
-    if isinstance(record.args, tuple) and record.args:
-        record.args = tuple(each if isinstance(each, int | float) else REDACTED_VALUE for each in record.args)
-    elif record.levelno >= logging.WARNING:
-        record.msg = f"(not shown: it may quote sensitive values) at {record.filename}:{record.lineno}"
-        record.args = ()
-    record.exc_info = record.exc_text = None
-    if hasattr(record, "error"):
-        record.error = REDACTED_VALUE
-    return True
-
-
-@contextmanager
-def _values_hidden() -> Iterator[None]:
-    hide = functools.partial(_hide_values)  # one of its own: the log of another Executor stays hidden after the end
-    loggers = [logging.getLogger(f"apcore.{name}") for name in _QUOTING]
-    for logger in loggers:
-        logger.addFilter(hide)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(hide)
-
-
-# ---- Faults: what is wrong with arguments or an output, field by field; pure ----
-
-_FAULTS_MAX = 20  # how many a client reads of one call
-_FAULT_CHARACTERS = 1_000  # of a field's path, of a code and of a message, each
-_IMPERSONAL = {  # messages of pydantic's that name a class or a function of the module's, by their type
-    **dict.fromkeys(["model_type", "model_attributes_type", "dataclass_type"], "Input should be an object"),
-    **dict.fromkeys(["union_tag_invalid", "union_tag_not_found"], "Input is none of the forms that are expected"),
-    **dict.fromkeys(["is_instance_of", "is_subclass_of", "dataclass_exact_type"], "Input is not of the right type"),
-}
-
-
-def _fault(path: Iterable[Any], code: object, message: object) -> dict[str, str]:
-    """What is wrong with one field, shortened: `{"field": "sizes.0", "code": "type", "message": "..."}`."""
-    fault = {"field": ".".join(map(str, path)), "code": code, "message": message}
-    return {key: text_of(value)[:_FAULT_CHARACTERS] for key, value in fault.items()}
-
-
-def _faults_in(error: errors.SchemaValidationError) -> list[dict[str, str]]:
-    """What an error of apcore's or of a module's says of fields: dicts with `path` and `keyword`, or `field` and
-    `code`, or texts."""
-    faults = []
-    for each in (error.details.get("errors") or ())[:_FAULTS_MAX]:
-        parts = each if isinstance(each, dict) else {"message": each}
-        path = str(parts.get("field") or parts.get("path") or "").strip("/").split("/")
-        code = parts.get("code") or parts.get("keyword") or "invalid"
-        faults.append(_fault(path, code, parts.get("message") or ""))
-    return faults
-
-
-def _pydantic_faults(error: ValidationError, values: Any) -> list[dict[str, str]]:
-    """What pydantic finds wrong with `values`. Its own paths also name classes and functions, where it has looked."""
-    faults = []
-    for each in error.errors(include_url=False)[:_FAULTS_MAX]:
-        path = []
-        value = values
-        for step in cast(tuple[Any, ...], each["loc"]):
-            is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
-            if is_item or (isinstance(value, dict) and step in value):
-                value = value[step]
-                path.append(step)
-        if each["type"] == "missing":
-            path.append(each["loc"][-1])
-        faults.append(_fault(path, each["type"], _IMPERSONAL.get(each["type"], each["msg"])))
-    return faults
-
-
-def _check_required(_: Any, names: list[str], value: object, _schema: JSONSchema) -> Iterator[InvalidValue]:
-    """The keyword `required` with errors at the missing property, which jsonschema's own name only in a sentence."""
-    for name in names:
-        if isinstance(value, dict) and name not in value:
-            yield InvalidValue("Field required", path=[name])
-
-
-_NamingValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": _check_required})
-
-
-def _schema_faults(schema: JSONSchema, values: Any) -> list[dict[str, str]]:
-    """What a dict schema refuses; of a union, what jsonschema takes for the most telling."""
-    found = itertools.islice(_NamingValidator(schema).iter_errors(values), _FAULTS_MAX)
-    leaves = [best_match([error]) if error.context else error for error in found]
-    return [_fault(leaf.absolute_path, leaf.validator, leaf.message) for leaf in leaves]
-
-
-def integral(value: Any) -> Any:
-    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, dict):
-        return {name: integral(item) for name, item in value.items()}
-    return [*map(integral, value)] if isinstance(value, list) else value
-
-
-# ---- Results: what a module gives, checked by what declares it and written once as plain JSON; pure ----
-
-
-class RefusedOutput(errors.SchemaValidationError):
-    """The output of a module does not fit what it declares: the module has run."""
-
-    def __init__(self, faults: list[dict[str, str]], output: Any) -> None:
-        kind = f"{type(output).__module__}.{type(output).__qualname__}"
-        # No messages, which quote values.
-        places = ", ".join(f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults)
-        super().__init__(f"Output validation failed: {places} (it is a {kind})", faults)
-
-
-def _not_json(error: Exception) -> ModuleError:
-    reason = text_of(error).replace(" at result.", " at ")  # which the module has not written
-    return ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {reason}")
-
-
-class _OwnError(ModuleError):
-    """An error of this package's, with a message that clients read as it is."""
-
-
-def _unknown(value: Any) -> Any:
-    """What is written for an object that nothing describes: its text (FR-EXEC-002).
-
-    TypeError, which names the type, where that would say less than the object is: a callable, what can be counted,
-    iterated over or collected (a frame, a generator), and what has no text but its address or `<NA>`."""
-    text = str(value)
-    says_less = callable(value) or any(hasattr(value, name) for name in ("__len__", "__iter__", "collect"))
-    if says_less or re.fullmatch(r"<.*>", text, re.DOTALL):
-        raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
-    return text
-
-
-def _without_numpy(value: Any) -> Any:
-    """Copy containers with the values of NumPy's arrays and scalars; moments and durations are Python's. A
-    frame or a Series is none of them: it has an index beside its values."""
-    if isinstance(value, dict):
-        return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_without_numpy, value))
-    if not hasattr(value, "tolist") or hasattr(value, "index"):
-        return value
-    dtype = str(getattr(value, "dtype", ""))
-    if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
-        value = value.astype(dtype.replace("ns", "us"))
-    return _without_numpy(value.tolist())
-
-
-def _name_in_json(key: Any) -> str:
-    return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
-
-
-_NO_FORM = object()
-
-
-def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
-    """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
-    where it cannot."""
-    python = dump(by_alias=True, warnings=False)
-    form: Any = _NO_FORM
-    with suppress(ValueError):  # bytes that are no text
-        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
-    return python, form
-
-
-def _is_written(value: Any, form: Any) -> bool:
-    """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
-    not the null of what it does not know. The parts of a container are looked at one by one."""
-    if isinstance(value, bytes | bytearray | Set) or (isinstance(value, Mapping) and isinstance(form, dict)):
-        return False
-    if isinstance(value, Sequence) and isinstance(form, list):
-        return len(form) != len(value)
-    return form is not None or isinstance(value, float)
-
-
-def _as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
-    """Copy `value` into plain JSON types by JSON's rules: dates become ISO text, enums their values, bytes base64.
-
-    A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
-    model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
-    if isinstance(value, BaseModel):
-        _check_values(value, place.removeprefix("the root"))
-        value, form = _dumped(value.model_dump, value.model_dump_json)
-    is_nat = isinstance(value, date) and value != value  # pandas' missing date
-    if form is not _NO_FORM and not is_nat and _is_written(value, form):
-        return form
-    if isinstance(value, Decimal) and value.is_finite():
-        types = {name for schema in schemas for name in types_of(schema)}
-        value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
-    value = _without_numpy(value.value if isinstance(value, Enum) else value)
-    if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
-        raise ValueError(f"{value} at {place}")
-    if value is None or type(value) in (str, bool, int, float):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    prefix = "" if place == "the root" else f"{place}."
-    if isinstance(value, Mapping):
-        written: JSONObject = {}
-        for key, item in value.items():
-            name = _name_in_json(key)
-            if name in written:
-                raise ValueError(f"two keys are {name!r} at {place}")
-            part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
-            written[name] = _as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
-        return written
-    if isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)):
-        parts = [[*in_place(*part_schemas(schemas, index))] for index in range(len(value))]
-        forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
-        return [_as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
-    if isinstance(value, Iterator):  # which pydantic would use up
-        _unknown(value)
-    if isinstance(value, bytes | bytearray):  # pydantic has the alphabet of URLs
-        return base64.b64encode(value).decode()
-    return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
-
-
-def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What stands in a value, by the names under which it is written."""
-    if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        parts = [((name in fields and fields[name].serialization_alias) or name, item) for name, item in value]
-        computed = type(value).model_computed_fields
-        return parts + [(field.alias or name, getattr(value, name)) for name, field in computed.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
-    if isinstance(value, Mapping):
-        return [(_name_in_json(key), item) for key, item in value.items()]
-    return enumerate(value) if isinstance(value, list | tuple | deque | Set) else ()
-
-
-def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
-    """Raise ValueError for the first number in `value` that JSON cannot say ("nan at items.0.qty"), unless a model says
-    how its own are written, by `ser_json_inf_nan`; TypeError for an iterator, which pydantic would use up."""
-    if isinstance(value, Iterator):
-        _unknown(value)
-    if isinstance(value, float | Decimal) and not math.isfinite(value) and not allows_nan:
-        raise ValueError(f"{value} at {place.strip('.') or 'the root'}")
-    if isinstance(value, BaseModel):
-        allows_nan = type(value).model_config.get("ser_json_inf_nan") in ("null", "strings")
-    for name, item in _parts_of(value):
-        _check_values(item, f"{place}.{name}", allows_nan)
-
-
-def _marks_in(value: Any) -> JSONSchema:
-    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}`; `{}`
-    where no model in it marks anything."""
-    parts = {name: _marks_in(item) for name, item in _parts_of(value)}
-    is_class = isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    own = marks_of(type(value)) if is_class else {}
-    if not any(parts.values()):
-        return own
-    if isinstance(value, list | tuple | Set):
-        return {"prefixItems": [*parts.values()]}
-    return {"anyOf": [own, {"properties": parts, "additionalProperties": {}}]}
-
-
-def _is_open(schema: JSONSchema) -> bool:
-    """Whether `schema` leaves open how a value is written: it takes any value, or bytes."""
-    is_any = not schema.keys() - {"title", "description", "default", "examples", "deprecated"}
-    is_bytes = schema.get("format") == "binary" or "contentEncoding" in schema
-    return is_any or is_bytes or schema.get("additionalProperties") is True
-
-
-_CHECKS = ConfigDict(revalidate_instances="always", arbitrary_types_allowed=True)
-
-
-class _Output:
-    """What a module gives: checked by what declares it, and written once, in the form that `schema` describes.
-
-    A function's return hint and a class's model are pydantic's, which checks and writes by them: its serializers and
-    aliases hold. A dict schema, and what nothing declares, is written by JSON's rules. Everything but a dict and a
-    model is put under `result`, as apcore promises it."""
-
-    def __init__(self, module: Any, descriptor: ModuleDescriptor, function: Function | None) -> None:
-        self._function = function
-        self._declared = getattr(module, "output_schema", None)
-        self._adapter: TypeAdapter[Any] | None = None
-        schema = descriptor.output_schema
-        if function is not None and get_origin(function.returns) is dict:
-            self._adapter = TypeAdapter(function.returns, config=_CHECKS)
-            schema = _written_form(function.returns, self._adapter)
-        elif isinstance(self._declared, _Model) and (function is None or function.returns is not dict):
-            self._adapter = TypeAdapter(self._declared)
-            if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
-                self._adapter = TypeAdapter(create_model("Result", __config__=_CHECKS, result=(function.returns, ...)))
-            schema = _written_form(self._declared, self._adapter)
-        self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be
-        self.fault = ""  # why it cannot be
-        try:
-            self.schema = _SchemaConverter(self._declared if self._adapter else None).inline(schema)
-        except UnconvertibleSchema as error:
-            if _mentions_mark(schema):
-                raise
-            self.fault = str(error)
-        # What JSON Schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
-        self._is_open = not self.schema or any(map(_is_open, subschemas(self.schema)))
-
-    def write(self, output: Any, redacts: bool) -> JSONObject:
-        """What a module gave as plain JSON; RefusedOutput for what does not fit. With `redacts`, what models mark is
-        hidden that `schema` does not describe."""
-        function = self._function
-        if function is not None and function.is_wrapped:
-            output = {"result": output}
-        given = output  # with its models, which may mark something
-        if function is not None and function.is_foreign:
-            output = function.output(output)
-        elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
-            output = {}
-        try:
-            written = self._serialize(output)
-            if redacts and (self._adapter is None or self._is_open):
-                written = redact(written, _marks_in(given))
-        except (errors.SchemaValidationError, ModuleError):
-            raise
-        except Exception as error:  # a module's own __str__ may raise anything
-            raise _not_json(error) from None
-        if not isinstance(written, dict):
-            raise RefusedOutput([_fault([], "type", "A module returns a dict or a model")], output)
-        return written
-
-    def _serialize(self, output: Any) -> Any:
-        if self._adapter is not None:
-            checked = self._validate(self._adapter, output)
-            dump = functools.partial(self._adapter.dump_python, checked)
-            written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
-            if written is not None and _is_json(written):
-                return written
-            _check_values(checked)
-            python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
-            return _plain(_as_json(python, form=form))
-        written = None
-        is_plain = False
-        with suppress(ValueError, TypeError):
-            written = _plain(output)
-            is_plain = bool(written == output)  # not the key 1, a date or a set
-        if not is_plain:
-            written = _plain(_as_json(output, [*in_place(self.schema)]))
-        if self._declared is not None and not isinstance(self._declared, _Model):
-            try:
-                self._declared.model_validate(written, strict=True)
-            except errors.SchemaValidationError as error:
-                raise RefusedOutput(_faults_in(error), output) from None
-        return written
-
-    def _validate(self, adapter: TypeAdapter[Any], output: Any) -> Any:
-        with suppress(ValidationError):
-            return adapter.validate_python(output, strict=True)
-        plain = _without_numpy(output)
-        try:
-            return adapter.validate_python(plain, strict=True)
-        except ValidationError as error:
-            with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
-                if not _marks_in(output):  # what another type marks would be sent
-                    return adapter.validate_json(to_json(plain, bytes_mode="utf8"), strict=True)
-            is_wrapped = self._function is not None and self._function.is_wrapped
-            raise RefusedOutput(_pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
 
 
 # ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
@@ -1167,25 +460,27 @@ class Tool:
             raise TypeError(f"nothing checks what `**{function.others.name}` is given: give it the hint Any, or none")
         self.about = _AnnotationMapper(descriptor, module, function)
         self.name = self.about.alias
+        self.summary = self.about.description
         self.model: Any = getattr(module, "input_schema", None)  # by which apcore validates arguments
         schema = descriptor.input_schema
         if function is not None and function.model not in (None, self.model):
             self.model = function.model
             schema = function.model.model_json_schema()
-        advertised = _object_schema(schema, self.model if isinstance(self.model, _Model) else None)
-        names_all = not advertised.keys() & {*_IN_PLACE, *_OTHER_PROPERTIES}
+        advertised = object_schema(schema, self.model if isinstance(self.model, ModelType) else None)
+        names_all = not advertised.keys() & {*IN_PLACE, *OTHER_PROPERTIES}
         self.is_closed = function is not None and function.others is None and names_all
         if self.is_closed:  # apcore would pass on what it does not take, and Python raise a TypeError
             advertised["additionalProperties"] = False
         self.has_secret_inputs = marks_sensitive(advertised)
-        self.output = _Output(module, descriptor, function)
+        self.output = Output(module, descriptor, function)
         self.redacts = options.redact_output
-        self.marks = [_marks(self.output.schema)] if self.redacts and marks_sensitive(self.output.schema) else []
-        self.media = _media(self.output.schema)  # properties that are sent as files, with their media types
+        written = self.output.schema
+        self.marks = [marks_of_schema(written)] if self.redacts and marks_sensitive(written) else []
+        self.media = media_types_of(written)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
-        promise = _promise(self.output.schema) if self.output.schema else {"type": "null"}
+        promise = promise_of(written) if written else {"type": "null"}
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
-        if _admits_object(promise) and not (self.marks or self.media or options.output_formatter):
+        if admits_object(promise) and not (self.marks or self.media or options.output_formatter):
             definition["outputSchema"] = {**promise, "type": "object"}
         self._definition = _as_listed(definition)
         self.input_schema: JSONSchema = self._definition["inputSchema"]
@@ -1199,7 +494,7 @@ class Tool:
         refused = [name for name in properties_of(self.input_schema) if not _API_NAME.fullmatch(name)]
         if refused:
             warnings.append(f"Claude's API refuses the names of these arguments, and the tool: {', '.join(refused)}")
-        foreign = {keyword for part in subschemas(schema) for keyword in _FOREIGN.intersection(part)}
+        foreign = {keyword for part in subschemas(schema) for keyword in FOREIGN.intersection(part)}
         if foreign:
             warnings.append(f"of its input schema, this is not sent: {', '.join(sorted(foreign))}")
         if self.output.fault:
@@ -1231,7 +526,8 @@ class Tool:
     def examples(self) -> list[JSONObject]:
         """The module's own examples that are valid calls, in plain JSON types."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
-            return [each for each in _plain(self.descriptor.examples) if is_valid(each["inputs"], self.input_schema)]
+            examples = plain_json(self.descriptor.examples)
+            return [each for each in examples if is_valid(each["inputs"], self.input_schema)]
         return []
 
     def unknown(self, arguments: JSONObject) -> dict[str, Any]:
@@ -1245,17 +541,17 @@ class Tool:
         Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take
         minutes where a pydantic model takes milliseconds."""
         unknown = self.unknown(arguments)
-        first = itertools.islice(unknown, _FAULTS_MAX)
-        faults = [_fault([name], "extra_forbidden", "Extra inputs are not permitted") for name in first]
+        first = itertools.islice(unknown, FAULTS_MAX)
+        faults = [fault_at([name], "extra_forbidden", "Extra inputs are not permitted") for name in first]
         if hasattr(self.model, "model_validate_json"):
             try:
                 self._read(arguments)
             except ValidationError as error:
-                faults += _pydantic_faults(error, arguments)
+                faults += pydantic_faults(error, arguments)
         else:
             known = {name: value for name, value in arguments.items() if name not in unknown}
-            faults += _schema_faults(self.input_schema, known)
-        return faults[:_FAULTS_MAX]
+            faults += schema_faults(self.input_schema, known)
+        return faults[:FAULTS_MAX]
 
     def _read(self, arguments: JSONObject) -> Any:
         """Read arguments as apcore does: as JSON or, where another module passes what JSON has not, as Python."""
@@ -1266,10 +562,6 @@ class Tool:
         return self.model.model_validate_json(text, strict=True)
 
     # What approval wants to know of a module.
-
-    @property
-    def summary(self) -> str:
-        return self.about.description
 
     def check(self, arguments: JSONObject) -> None:
         """Raise SchemaValidationError for arguments that the module would refuse."""
@@ -1284,14 +576,14 @@ class Tool:
         name shows a value."""
         plain = json.loads(json.dumps(arguments, default=_to_show))
         names = [*properties_of(self.input_schema)]
-        if self.has_secret_inputs and isinstance(self.model, _Model):
+        if self.has_secret_inputs and isinstance(self.model, ModelType):
             read = self._read(arguments)
             schema = TypeAdapter(self.model).json_schema(mode="serialization", by_alias=False)
             given = read.model_dump(mode="json", include=read.model_fields_set, fallback=str, warnings=False)
-            known = redact(given, _marks(_SchemaConverter().inline(schema)), hides_others=False)
+            known = redact(given, marks_of_schema(SchemaConverter().inline(schema)), hides_others=False)
             others = plain.keys() - {*names, *self.model.model_fields, *given}
             return known, dict.fromkeys(others, REDACTED_VALUE)
-        plain = redact(plain, _marks(self.input_schema), _marks_in(arguments), hides_others=False)
+        plain = redact(plain, marks_of_schema(self.input_schema), marks_in(arguments), hides_others=False)
         if plain == REDACTED_VALUE:  # the schema as a whole is marked
             plain = dict.fromkeys(arguments, REDACTED_VALUE)
         known = {name: plain.pop(name) for name in names if name in plain}
@@ -1306,42 +598,8 @@ def _to_show(value: Any) -> Any:
 def _as_listed(definition: JSONObject) -> JSONObject:
     """A copy of a tool's definition in plain JSON types. ValueError where a parser could not read it in its place in
     the answer to `tools/list`, for its depth or for what JSON cannot say: it would cost a client the whole list."""
-    answer: JSONObject = _plain({"result": {"tools": [definition]}})
+    answer: JSONObject = plain_json({"result": {"tools": [definition]}})
     return cast(JSONObject, answer["result"]["tools"][0])
-
-
-def _media(schema: JSONSchema) -> dict[str, str]:
-    """The properties that are files, with their media types: strings of base64 that have one."""
-    media_types: dict[str, str] = {}
-    for part in in_place(schema):
-        for name, field in properties_of(part).items():
-            for view in in_place(field):
-                if view.get("contentEncoding") == "base64" and "contentMediaType" in view:
-                    media_types.setdefault(name, view["contentMediaType"])
-    return media_types
-
-
-# The keywords of a module's output schema that are advertised. AJV, which TypeScript clients use, has to read them as
-# Python does: it reads draft 7, stops at patterns that are everyday Python, checks formats in another sense, and finds
-# 1.13 no multiple of 0.01. Limits of length hold for other texts than those that are sent (bytes, secrets).
-_PROMISED = frozenset(
-    "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
-    " exclusiveMinimum exclusiveMaximum minItems maxItems title description default examples deprecated".split()
-)
-
-
-def _promise(schema: JSONSchema) -> JSONSchema:
-    """What holds of each value that is sent by `schema`: never stricter than `schema` itself."""
-    promise = {key: value for key, value in schema.items() if key in _PROMISED}
-    if "prefixItems" in schema:  # AJV, by draft 7, would hold `items` against all of them
-        promise["items"] = {}
-    if "patternProperties" in schema or schema.get("additionalProperties") is False:
-        promise.pop("additionalProperties", None)
-    if "oneOf" in promise:  # without the keywords that are left out, a value may fit several branches
-        promise["anyOf"] = promise.pop("oneOf")
-    promise = _map_subschemas(promise, lambda inner, _: _promise(inner))
-    # A default need not fit its field, as in `size: int = None`: pydantic and apcore do not check it.
-    return _nullable(promise) if schema.get("default", promise) is None else promise
 
 
 def tool_result(text: str, *files: JSONObject, is_error: bool = False, **more: Any) -> JSONObject:
@@ -1386,12 +644,12 @@ class _ResultMapper:
 
     def to_text(self, chunk: Any) -> str:
         """A chunk of a stream as JSON text, with marked values hidden."""
-        marks = [*self.tool.marks, _marks_in(chunk)] if self.tool.redacts else []
+        marks = [*self.tool.marks, marks_in(chunk)] if self.tool.redacts else []
         chunk = {name: value for name, value in chunk.items() if name not in self.tool.media}  # the result has them
         try:
-            return to_json(redact(_as_json(chunk), *marks)).decode()
+            return to_json(redact(as_json(chunk), *marks)).decode()
         except Exception as error:  # a module's own __str__ may raise anything
-            raise _not_json(error) from None
+            raise not_json(error) from None
 
     def to_result(self, output: Any, written: bytes | None) -> JSONObject:
         """The tool result for `output`, which was `written` unless middleware has changed it since (F-013)."""
@@ -1402,7 +660,7 @@ class _ResultMapper:
             with suppress(ValueError):
                 text = to_json(output)
             is_changed = text != written
-            value = _as_json(output) if is_changed else output
+            value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
                 value = redact(value, *tool.marks)
                 if tool.media:
@@ -1410,9 +668,9 @@ class _ResultMapper:
                     files = _take_files(tool, value)
                 text = to_json(value)
         except Exception as error:  # a module's own __str__ may raise anything
-            raise _not_json(error) from None
+            raise not_json(error) from None
         if is_changed:  # a client would refuse what breaks the promise
-            faults = _schema_faults(tool.output_schema, value)
+            faults = schema_faults(tool.output_schema, value)
             if faults:
                 raise RefusedOutput(faults, output)
         is_structured = bool(tool.output_schema) if self.structured is None else self.structured
@@ -1434,8 +692,8 @@ class _ResultMapper:
         """Raise an error where a result, or a part of it, is larger than what is sent."""
         limit = self.options.max_result
         if limit and size > limit:
-            text = f"Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)"
-            raise _OwnError("RESULT_TOO_LARGE", text, retryable=False)
+            details = {"size": size, "limit": limit}
+            raise ModuleError("RESULT_TOO_LARGE", "Result is too large", details=details, retryable=False)
 
 
 # ---- Errors: what went wrong, in a plain sentence for the client and in full for the log; pure ----
@@ -1454,6 +712,7 @@ SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -0
     "APPROVAL_TIMEOUT": "Approval was not given in time",
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
+    "RESULT_TOO_LARGE": "Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)",
 }
 _DETAILS = {  # how a sentence goes on, unless that may quote what is marked
     "MODULE_NOT_FOUND": ": {module_id}",
@@ -1480,7 +739,7 @@ def has_marks(module: Any, side: Literal["input", "output"]) -> bool:
     """Whether a module marks anything of its input or output as sensitive."""
     function = function_of(module) if side == "output" else None
     marks = marks_of(getattr(module, f"{side}_schema", None))
-    return bool(marks) or (function is not None and bool(_marks_in_form(_written_form(function.returns))))
+    return bool(marks or (function is not None and marks_of_hint(function.returns)))
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -1545,7 +804,7 @@ class _ErrorMapper:
         elif not self.masks and not is_secret:
             text = text_of(f"{UNEXPECTED}: {type(cause).__name__}: {cause}")[:_LOG_CHARACTERS]
         result = failure(text, code, **{key: value for key, value in report.items() if value is not None})
-        plain: JSONObject = _plain(result)  # raises for what a module's author has put into it and JSON cannot say
+        plain: JSONObject = plain_json(result)  # raises for what a module's author has put into it and JSON cannot say
         return plain
 
     def _explain(self, error: ModuleError, is_withheld: bool) -> tuple[str, JSONObject]:
@@ -1554,8 +813,6 @@ class _ErrorMapper:
         is_own = error.details.get("call_chain", own_chain) == own_chain
         if isinstance(error, errors.SchemaValidationError) and is_own:
             return self._explain_validation(error, is_withheld)
-        if isinstance(error, _OwnError):
-            return error.message, {}
         sentence = SENTENCES.get(error.code, "Module error: {code}")
         sentence += "" if is_withheld else _DETAILS.get(error.code, "")
         if isinstance(error, errors.ApprovalDeniedError) and error.result.reason == NOBODY:
@@ -1591,7 +848,7 @@ class _ErrorMapper:
         elif getattr(error.__context__, "step_name", "") == "input_validation":
             faults = self.tool.faults(self.arguments)  # apcore's own list lacks the names of missing fields
         if not faults:  # the module itself refuses the arguments, or middleware has changed them
-            faults = _faults_in(error)
+            faults = faults_in(error)
         lines = [title]
         for fault in faults:
             if is_withheld:  # a message may quote the value, a part or the parent of it
@@ -1801,9 +1058,9 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
             limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
         elif keyword == "oneOf":
             keywords["anyOf"] = value
-        elif keyword in _CONSTRAINTS or keyword == "description":
+        elif keyword in CONSTRAINTS or keyword == "description":
             keywords[keyword] = value
-    strict = _map_subschemas(keywords, lambda inner, _: _to_strict(inner))
+    strict = map_subschemas(keywords, lambda inner, _: _to_strict(inner))
     if limits:
         strict["description"] = f"{schema.get('description', '')} ({', '.join(limits)})".lstrip()
     if "properties" in schema or "object" in types_of(schema):
@@ -1812,7 +1069,7 @@ def _to_strict(schema: JSONSchema) -> JSONSchema:
             # A tag of a union has a default too, but pydantic cannot choose a branch by null.
             is_tag = "const" in field and field["const"] == field.get("default")
             if name not in schema.get("required", ()) and not is_tag:
-                properties[name] = _nullable(properties[name])
+                properties[name] = nullable(properties[name])
         strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
     return strict
 
@@ -1951,24 +1208,6 @@ def call_later(seconds: float, callback: Callable[..., object], *arguments: Any)
     return asyncio.get_running_loop().call_later(seconds, callback, *arguments, context=contextvars.Context())
 
 
-def _form(requested_schema: JSONSchema | None) -> JSONSchema:
-    """The schema that a client is sent with a question: self-contained, an object of fields of a simple type each.
-
-    ValueError for any other, and for a pattern: Python's `re` can take days to hold an answer against one."""
-    try:
-        form = _object_schema(_plain(requested_schema or {}))
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"A question's schema cannot be sent: {error}") from None
-    if branches(form, [*_IN_PLACE, "patternProperties"]):
-        raise ValueError("A question's schema says no more than which properties there are")
-    for name, field in form["properties"].items():
-        is_choice = types_of(field) == ["array"] and {"enum", "anyOf"} & field["items"].keys()
-        is_simple = len(types_of(field)) == 1 and types_of(field)[0] in ("string", "number", "integer", "boolean")
-        if any("pattern" in part for part in subschemas(field)) or not (is_choice or is_simple):
-            raise ValueError(f"A question's field is a simple type without a pattern, or a list of choices: {name}")
-    return form
-
-
 def _content_of(answer: Any, form: JSONSchema) -> JSONObject | None:
     """What a user has filled in; None for one who declined or cancelled.
 
@@ -2002,13 +1241,6 @@ class CallEnd:
     outcome: str
     seconds: float
     trace_id: str
-
-
-def _trace_sent(ctx: RequestContext) -> dict[str, str]:
-    """The client's span, where it sent one (SEP-414)."""
-    meta: Mapping[str, Any] = ctx.meta or {}
-    texts = {key: meta.get(key) for key in ("traceparent", "tracestate")}
-    return {key: text for key, text in texts.items() if isinstance(text, str) and len(text) <= 512}
 
 
 @dataclasses.dataclass(eq=False)
@@ -2067,7 +1299,8 @@ class Call:
         # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
         meta: Mapping[str, Any] = ctx.meta or {}
         self.has_progress_token = "progress_token" in meta
-        self.trace = _trace_sent(ctx)
+        spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
+        self.trace = {key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512}
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
         self.parks = ctx.protocol_version >= MODERN and not options.stateless
         capabilities = ctx.session.client_capabilities
@@ -2176,7 +1409,7 @@ class Call:
             return _content_of(answer, schema)
         except Exception as error:  # the client's fault or its connection's: the call goes on without an answer
             logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
-        return None
+            return None
 
     # For modules.
 
@@ -2210,7 +1443,7 @@ class Call:
         if asyncio.get_running_loop() is not self.loop:
             work = self.elicit(message, requested_schema, key)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
-        form = _form(requested_schema)
+        form = form_of(requested_schema)
         message = text_of(message)
         if not self.can_ask:
             return None
@@ -2269,11 +1502,6 @@ def _merge(base: JSONObject, chunk: JSONObject) -> None:
             base[key] = value
 
 
-def _name_of(caller: Identity | None) -> str | None:
-    """Who a caller is, whatever roles a request gives him."""
-    return None if caller is None else caller.id
-
-
 def _log_end(end: CallEnd) -> None:
     """The line of the log for a call that has ended. What its caller wrote fits between the quotes of a JSON text."""
     texts = {"tool": end.tool, "caller": end.caller.id if end.caller else "", "outcome": end.outcome}
@@ -2295,9 +1523,9 @@ def installation(executor: Executor) -> Iterator[None]:
     with _SERVED_LOCK:
         count, stack = _SERVED.get(strategy, (0, ExitStack()))
         if not count:
-            stack.enter_context(steps_in_place(strategy, approvals.call_of, marks_of))
-            stack.enter_context(approvals.handler_in_place(strategy))
-            stack.enter_context(_values_hidden())
+            stack.enter_context(steps_in_place(strategy, call_of, marks_of))
+            stack.enter_context(handler_in_place(strategy))
+            stack.enter_context(values_hidden(call_of))
         _SERVED[strategy] = count + 1, stack
     try:
         yield
@@ -2327,7 +1555,7 @@ class ExecutionRouter:
     def __init__(self, catalog: Catalog, options: Options) -> None:
         self.catalog = catalog
         self.options = options
-        self.approver = approvals.approver_of(options.approval)
+        self.approver = approver_of(options.approval)
         self.search: SearchTools | None = None
         if options.search:
             from .search import SearchTools
@@ -2395,12 +1623,9 @@ class ExecutionRouter:
         self._tell_end(name[:200], caller, result, time.perf_counter(), trace_id)
         return result
 
-    async def call(self, tool: Tool, arguments: JSONObject, caller: Identity | None) -> JSONObject:
-        """The result of a call whose user cannot be asked, with its output as structured content."""
-        return await self.run(Call(tool, arguments, caller, self, structured=True))
-
     async def run(self, call: Call) -> JSONObject:
-        """Begin a call. Returns its result, or the question that it asks first."""
+        """Begin a call. Returns its result, or the question that it asks first. Without `attach()`, nobody can be
+        asked."""
         context: Context[Any] = Context.create(
             identity=call.caller,
             trace_parent=_trace_parent(call.trace),
@@ -2425,7 +1650,7 @@ class ExecutionRouter:
     ) -> JSONObject:
         """Go on with a parked call. Returns its result, or what it asks next, beside what was not answered."""
         call, timer = self._parked.get(state, (None, None))
-        if call is None or timer is None or _name_of(call.caller) != _name_of(caller):
+        if call is None or timer is None or (call.caller and call.caller.id) != (caller and caller.id):
             raise protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
         del self._parked[state]
         timer.cancel()
@@ -2559,7 +1784,7 @@ _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not rea
 _APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
-class _Activity:
+class Activity:
     """Counts requests that were read and are neither answered nor cancelled; one may count where it is handled, too."""
 
     def __init__(self) -> None:
@@ -2583,7 +1808,8 @@ def _principal(ctx: RequestContext) -> str:
     from mcp.server.request_state import authenticated_principal
 
     # The SDK's knows the token's issuer, too.
-    return json.dumps([authenticated_principal(ctx), _name_of(caller_in(ctx))])
+    caller = caller_in(ctx)
+    return json.dumps([authenticated_principal(ctx), caller and caller.id])
 
 
 def _method_handler(method: MethodBinding) -> Any:
@@ -2614,8 +1840,7 @@ class Bridge:
         self.is_unprotected = options.executor.governance_state().unprotected_control_surface  # without our handler
         self.catalog = Catalog(options)
         self.router = ExecutionRouter(self.catalog, options)
-        self.activity = _Activity()
-        self.busy_threads = busy_threads
+        self.activity = Activity()
         self._bus = InMemorySubscriptionBus()
         self._listener = ListenHandler(self._bus)
         self._connections = weakref.WeakSet[Any]()  # of handshake clients that can be notified
@@ -2827,448 +2052,6 @@ class Bridge:
             await connection.send_resource_list_changed()
 
 
-# ---- HTTP: the Starlette app and the guard before it ----
-
-# A Host header, which is no more than a host and a port: the host of "a@b" would be b.
-_HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
-_SESSION_ID = re.compile(r"[!-~]{0,200}")  # the characters are MCP's; the SDK's own ids have 32 of them
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that `host` is, with or without brackets; None for a name."""
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from its own machine alone."""
-    address = _address(host)
-    return host.lower() == "localhost" if address is None else address.is_loopback
-
-
-def _is_allowed(host: str, options: Options, is_page: bool) -> bool:
-    """Whether a request may name `host`, a Host header in lower case.
-
-    A program may name an IP address, `localhost`, the host that the server listens on, or what a pattern of
-    `allowed_hosts` matches, where `*` is any text and `:*` any port or none. Without patterns, it may name anything
-    where others than this machine can reach the server. A web page may name the first three, or a name that is spelt
-    out: the owner of any other can make it resolve to this server while a page of it is open, and the browser takes
-    both for one site (DNS rebinding). No address can be rebound."""
-    parts = _HOST.fullmatch(host)
-    if parts is None:
-        return False
-    name = parts[1]
-    if name == "localhost" or _address(name):
-        return True
-    if not options.allowed_hosts and not is_page and not _is_loopback(options.host):
-        return True
-    for pattern in [f"{options.host}:*", *(options.allowed_hosts or ())]:
-        named = name if pattern.endswith(":*") else host
-        wanted = pattern.removesuffix(":*").lower()
-        if named == wanted or (not is_page and fnmatchcase(named, wanted)):
-            return True
-    return False
-
-
-class _Guard:
-    """ASGI middleware: refuse requests whose host is not allowed, by their headers alone.
-
-    A request with an Origin comes from a web page, and that must be of the very host and port that the request names;
-    with `is_page`, all requests do, as browsers send no Origin with what a page loads from its own host. A POST must be
-    JSON, which no form of a page can send."""
-
-    def __init__(self, app: ASGIApp, options: Options, *, is_page: bool = False) -> None:
-        self._app = app
-        self._options = options
-        self._is_page = is_page
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # a WebSocket: no route is one
-            await self._app(scope, receive, send)
-            return
-        answer = self._refusal(scope) or self._app
-        # Without an event store, the SDK gives no response at all to a client that wants to resume a stream: it gets a
-        # new one, as MCP allows.
-        scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != b"last-event-id"]}
-        await answer(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        from starlette.datastructures import Headers, QueryParams
-        from starlette.responses import PlainTextResponse
-
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        origins = headers.getlist("origin")
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        session_ids = [headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")]
-        if not _is_allowed(host, self._options, self._is_page or bool(origins)):
-            status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
-            reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
-        elif not {origin.lower() for origin in origins} <= {f"http://{host}", f"https://{host}"}:
-            status, reason = 403, "Invalid Origin header: a web page must come from the host that it names"
-        elif scope["method"] == "POST" and media_type != "application/json":
-            status, reason = 415, "Content-Type must be application/json"
-        elif not all(map(_SESSION_ID.fullmatch, session_ids)):  # the SDK (2.3) logs them, line breaks included
-            status, reason = 400, "Invalid session ID"
-        else:
-            return None
-        origin = ", ".join(origins) or None
-        logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
-        return PlainTextResponse(reason, status)
-
-
-def _count_posts(app: ASGIApp, bridge: Bridge) -> ASGIApp:
-    """ASGI middleware, where the body has been read: the end of the server waits for POSTs that it has taken, and then
-    takes no more."""
-    from starlette.responses import PlainTextResponse
-
-    async def count(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if bridge.deadline and scope["type"] == "http":
-            answer = PlainTextResponse("Server is shutting down", 503)
-        is_awaited = scope.get("method") == "POST"  # a GET may be a stream without an end
-        if is_awaited:
-            bridge.activity.begin()
-        try:
-            await answer(scope, receive, send)
-        finally:
-            if is_awaited:
-                bridge.activity.end()
-
-    return count
-
-
-def _own_sessions(app: ASGIApp) -> ASGIApp:
-    """ASGI middleware behind the user's own: a session belongs to the caller who opened it, and to others it does not
-    exist. The SDK sees to that for users of its own class, so every caller becomes one."""
-    from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
-    from mcp.server.auth.provider import AccessToken
-
-    async def owned(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(Exception):  # a caller that cannot be read owns nothing: each of its calls fails for that
-            caller = caller_of(scope)
-            if caller is not None:
-                token = AccessToken(token="", client_id=caller.id, scopes=[])
-                scope = {**scope, "user": AuthenticatedUser(token)}
-        await app(scope, receive, send)
-
-    return owned
-
-
-def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
-    """ASGI middleware before everything else, as probes need no login and no name: whether the server is alive,
-    `/health` (FR-HEALTH-001), and whether it can take on more, `/ready`."""
-    from starlette.middleware.exceptions import ExceptionMiddleware
-    from starlette.responses import JSONResponse, PlainTextResponse
-    from starlette.routing import Route, Router
-
-    options = bridge.options
-    started = time.monotonic()
-
-    async def health(request: Request) -> Response:
-        count = len(bridge.catalog.tools)
-        about = {"status": "ok", "module_count": count, "tools_count": count}
-        uptime = time.monotonic() - started
-        return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
-
-    async def ready(request: Request) -> Response:
-        reason = "the server ends" if bridge.deadline else ""
-        if len(bridge.open_sessions) >= options.max_sessions:
-            reason = f"{options.max_sessions} sessions are open"
-        if busy_threads() >= THREADS_MAX:
-            reason = f"{THREADS_MAX} threads run modules"
-        return PlainTextResponse(f"Not ready: {reason}", 503) if reason else PlainTextResponse("Ready")
-
-    probes = [Route("/health", health), Route("/ready", ready)]
-    return ExceptionMiddleware(Router(probes, default=app, redirect_slashes=False))  # 405 is raised
-
-
-def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
-    """`/mcp`, or `/sse` and `/messages/`."""
-    from anyio import CancelScope
-    from mcp.server.sse import SseServerTransport
-    from mcp.server.streamable_http_manager import StreamableHTTPASGIApp
-    from starlette.routing import Mount, Route
-
-    if bridge.options.transport != "sse":
-        return [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
-    transport = SseServerTransport("/messages/")
-
-    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection: its stream is the answer to one GET."""
-        async with transport.connect_sse(scope, receive, send) as streams:
-            # The end of the server cancels the SDK's loop but not the stream, which still sends the last answers.
-            with CancelScope() as connection:
-                bridge.endless.add(connection)
-                bridge.streams += 1
-                try:
-                    await bridge.server.run(*streams, bridge.server.create_initialization_options())
-                finally:
-                    bridge.streams -= 1
-
-    # A Route would take these functions for ones that return a response, and a Mount alone would let WebSockets in.
-    return [
-        Route("/sse", Mount("", stream), methods=["GET"]),
-        Route("/messages/", Mount("", transport.handle_post_message), methods=["POST"]),
-    ]
-
-
-async def _http_app(bridge: Bridge) -> Starlette:
-    """The ASGI app of one bridge. By a request's headers, who may not come in is refused before its body is read."""
-    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-    from mcp.server.transport_security import DEFAULT_MAX_REQUEST_BODY_SIZE, RequestBodyLimitMiddleware
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.routing import Mount, Router
-
-    options = bridge.options
-    limits: dict[str, Any] = {}
-    if not options.stateless:
-        limits = {"session_idle_timeout": options.session_idle_seconds, "max_sessions": options.max_sessions}
-    sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
-    # Private, as nothing public tells of sessions. Without it, many sessions make the end take longer, and that is all.
-    bridge.open_sessions = getattr(sessions, "_server_instances", {})
-    routes = _mcp_routes(bridge, sessions)
-    middleware = [
-        Middleware(_answer_probes, bridge=bridge),
-        Middleware(_Guard, options=options),
-        *(options.middleware or ()),
-        Middleware(RequestBodyLimitMiddleware, max_body_size=DEFAULT_MAX_REQUEST_BODY_SIZE),
-        Middleware(_count_posts, bridge=bridge),
-        Middleware(_own_sessions),
-    ]
-    if options.metrics_collector:
-        from .metrics import Metrics
-
-        metrics = Metrics(bridge)
-        routes.append(metrics.route)
-        middleware.insert(0, Middleware(metrics.count_refusals))
-    if options.explorer:
-        from .explorer import routes as explorer_routes
-
-        explorer = _Guard(Router(explorer_routes(bridge)), options, is_page=True)
-        routes.append(Mount(options.explorer_prefix, explorer))
-    await bridge.sessions.enter_async_context(sessions.run())
-    app = Starlette(routes=routes, middleware=middleware)
-    # Starlette does it at the first request; here, middleware that cannot be made keeps the server from starting.
-    app.middleware_stack = app.build_middleware_stack()
-    return app
-
-
-@asynccontextmanager
-async def _serve_http(bridge: Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve HTTP on the options' host and port. Yields a task that only ends if the HTTP server does."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Leave the signals alone: uvicorn would take them over, and raise them again at its end."""
-            yield
-
-    host, port = bridge.options.host, bridge.options.port
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms for a delayed ACK
-    config = uvicorn.Config(await _http_app(bridge), lifespan="off", log_config=None, access_log=False)
-    http = Server(config)
-    serving = asyncio.create_task(http.serve([listener]))
-
-    @bridge.entrance.callback
-    def stop_listening() -> None:
-        """Refuse connections, so that a load balancer goes elsewhere. Those that are open are still answered."""
-        if http.started:
-            for server in http.servers:
-                server.close()
-
-    try:
-        yield serving
-    finally:
-        http.should_exit = True
-        for connection in [*http.server_state.connections]:
-            if getattr(getattr(connection, "cycle", None), "more_body", False):  # the rest of its body may never come
-                connection.transport.abort()
-        # Clients may read until the deadline. Then their connections are dropped, which ends what still writes to them.
-        seconds_left = bridge.deadline - serving.get_loop().time()
-        await asyncio.wait({serving}, timeout=max(0.2, seconds_left))
-        for connection in [*http.server_state.connections]:
-            connection.transport.abort()
-        await asyncio.wait({serving}, timeout=2)
-
-
-# ---- stdio: pipes, and who owns the standard streams ----
-
-_WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, before calls wait for the client: some send all calls first
-
-
-@functools.cache
-def take_standard_streams() -> tuple[int, int]:
-    """Take stdin and stdout for the protocol, once and for good: two private file descriptors that nothing else reads
-    or writes, for all servers that this process starts.
-
-    From then on fd 0 is at its end and fd 1 is stderr, so that nothing that modules, C code or child processes print
-    can reach the client. RuntimeError when the process was started without these streams."""
-    if sys.__stdin__ is None or sys.__stdout__ is None:  # 0 and 1 may be files that were opened since
-        raise RuntimeError("stdin or stdout cannot be opened: the process was started without")
-    duplicates = os.dup(0), os.dup(1)
-    with open(os.devnull, "r+b", 0) as nothing:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno() if sys.__stderr__ is None else 2, 1)
-    with suppress(OSError):  # where it was a file, whose position is asked for when all is set
-        sys.__stdout__.reconfigure(errors="backslashreplace")  # as stderr, which it is now
-    sys.__stdout__.reconfigure(line_buffering=True)
-    return duplicates
-
-
-def _copy(source: Any, sink: Any) -> None:
-    """Copy bytes until either end is closed, which a terminal reports as an error."""
-    with suppress(OSError), source, sink:
-        while data := source.read(65_536):
-            sink.write(data)
-            sink.flush()
-
-
-@asynccontextmanager
-async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
-    """stdin and stdout as files that the event loop can wait for: pipes and sockets are used as they are, and threads
-    copy between sockets and whatever it cannot wait for, such as a terminal, a file or a pipe of Windows."""
-    duplicates = [os.dup(fd) for fd in take_standard_streams()]
-    source, sink = os.fdopen(duplicates[0], "rb", 0), os.fdopen(duplicates[1], "wb")
-    statuses = [os.fstat(fd) for fd in duplicates]
-    kinds = {stat.S_IFMT(status.st_mode) for status in statuses}
-    # Where one socket serves both directions, asyncio would take arriving input for the reader's end being closed.
-    if sys.platform != "win32" and kinds <= {stat.S_IFIFO, stat.S_IFSOCK} and not os.path.samestat(*statuses):
-        yield source, sink
-        return
-    loop = asyncio.get_running_loop()
-    incoming, filled = socket.socketpair()
-    outgoing, drained = socket.socketpair()
-    with filled, drained:  # each stays open until the file that is made of it is closed, too
-        loop.run_in_executor(daemon_threads(), _copy, source, filled.makefile("wb"))
-        writing = loop.run_in_executor(daemon_threads(), _copy, drained.makefile("rb", 0), sink)
-    yield incoming, outgoing
-    await asyncio.wait([writing], timeout=1)
-
-
-def _error_line(request_id: str | int | None, code: int, message: str) -> bytes:
-    """A JSON-RPC error as a line, in ASCII, as an id may hold half of a surrogate pair."""
-    answer = {"jsonrpc": "2.0", "id": request_id, "error": {"code": code, "message": message}}
-    return json.dumps(answer).encode() + b"\n"
-
-
-def _answer_to_no_message(line: bytes) -> bytes:
-    """The answer to a line that is no message, under the id of its request where one can be made out."""
-    request_id = None
-    code = -32700
-    with suppress(ValueError, RecursionError):
-        decoded = json.loads(line)
-        code = -32600
-        if isinstance(decoded, dict) and "result" not in decoded and type(decoded.get("id")) in (str, int):
-            request_id = decoded["id"]
-    return _error_line(request_id, code, "Not a single JSON-RPC message")
-
-
-class _StdioOutput:
-    """The write stream that the SDK's `Server.run` takes: each message becomes a line of `writer`, which
-    `_serve_stdio` closes."""
-
-    def __init__(self, writer: asyncio.StreamWriter, activity: _Activity) -> None:
-        self._writer = writer
-        self._activity = activity
-
-    async def send(self, item: SessionMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCResponse
-
-        # No name for the text, or it would be kept while it is written: large lists would take a third longer.
-        self._writer.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-        try:
-            with suppress(OSError):  # the client has gone
-                await self._writer.drain()
-        finally:
-            if isinstance(item.message, JSONRPCResponse | JSONRPCError):
-                self._activity.end()
-
-    async def __aenter__(self) -> _StdioOutput:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        pass
-
-
-async def _stdio_messages(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bridge: Bridge
-) -> AsyncIterator[SessionMessage]:
-    """The read stream that the SDK's `Server.run` takes: a message for each line, and then the end of the server.
-
-    A line that is no message is answered with an error here: the SDK would drop it, and its sender wait for ever. A
-    request counts from now on until `_StdioOutput` has written its answer, or its client has cancelled it."""
-    from mcp.shared.message import ServerMessageMetadata, SessionMessage
-    from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
-
-    async def settle_unanswered() -> None:
-        bridge.activity.end()
-
-    metadata = ServerMessageMetadata(on_request_unanswered=settle_unanswered)
-    while not reader.at_eof():
-        line = await reader.readline()
-        if not line.strip():
-            continue
-        try:
-            message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-        except ValueError:
-            writer.write(_answer_to_no_message(line))
-            continue
-        if isinstance(message, JSONRPCNotification) and "id" in from_json(line):  # a request whose id is no id
-            writer.write(_answer_to_no_message(line))
-        elif not isinstance(message, JSONRPCRequest):
-            yield SessionMessage(message)
-        elif bridge.deadline:
-            writer.write(_error_line(message.id, -32000, "Server is shutting down"))
-        else:
-            bridge.activity.begin()
-            yield SessionMessage(message, metadata)
-    await bridge.finish()
-
-
-@asynccontextmanager
-async def _serve_stdio(bridge: Bridge) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve the client at the other ends of stdin and stdout. Yields a task that ends when the client has gone.
-
-    A client that closes its end of stdout has gone, so its input ends, too. When the input ends, the requests that were
-    read before are answered, within `shutdown_seconds`; then the client is given a second to read."""
-    loop = asyncio.get_running_loop()
-    async with _pipes() as (source, sink):
-        # No limit to a line: a request that is too long would be refused without its id, and its client wait for ever.
-        reader = asyncio.StreamReader(limit=sys.maxsize)
-        incoming, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-        # A StreamWriter waits by way of such a protocol, which wants a reader; nothing can be read here.
-        unused = asyncio.StreamReader()
-        outgoing, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(unused), sink)
-        outgoing.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
-        writer = asyncio.StreamWriter(outgoing, protocol, None, loop)
-        gone = asyncio.create_task(writer.wait_closed())
-        gone.add_done_callback(silence)
-        gone.add_done_callback(lambda _: incoming.close())
-        messages = _stdio_messages(reader, writer, bridge)
-        output = _StdioOutput(writer, bridge.activity)
-        options = bridge.server.create_initialization_options()
-        running = asyncio.create_task(bridge.server.run(messages, output, options))
-        running.add_done_callback(silence)
-        try:
-            yield running
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
-            writer.close()
-            await asyncio.wait({gone}, timeout=1)
-            if not gone.done():
-                outgoing.abort()
-
-
 # ---- Doors: `async_serve`, `MCPServer`, `serve` ----
 
 
@@ -3284,14 +2067,14 @@ async def _log_start(bridge: Bridge, address: str) -> None:
     options = bridge.options
     tools = bridge.catalog.tools.values()
     is_anonymous = options.transport == "stdio" or (address and not options.middleware)  # nothing identifies a caller
-    is_public = bool(address) and not _is_loopback(options.host) and not options.middleware
+    is_public = bool(address) and options.is_public and not options.middleware
     nothing = "%s; server starting with zero tools"
     if not tools:
         logger.warning(nothing, bridge.catalog.why_empty())
     elif is_anonymous and not await bridge.catalog.offered(tools, None):
         logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and bridge.is_unprotected:
-        logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", approvals.CONTROL)
+        logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", CONTROL)
     if is_public and not bridge.catalog.acls:
         everybody = "Everybody who can reach %s may call these tools: there is neither a login (middleware) nor an ACL"
         logger.warning(everybody, options.host)
@@ -3339,11 +2122,17 @@ class _Life:
                 bridge = Bridge(options)
                 closing.push_async_callback(bridge.finish)  # for a start that fails
                 if self._mounted:
-                    app = await _http_app(bridge)
+                    from .web import http_app
+
+                    app = await http_app(bridge)
                 elif options.transport == "stdio":
-                    serving = await closing.enter_async_context(_serve_stdio(bridge))
+                    from .stdio import serve_stdio
+
+                    serving = await closing.enter_async_context(serve_stdio(bridge))
                 else:
-                    serving = await closing.enter_async_context(_serve_http(bridge))
+                    from .web import serve_http
+
+                    serving = await closing.enter_async_context(serve_http(bridge))
                     address = f", at {options.url}"
                     if options.explorer:
                         address += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"

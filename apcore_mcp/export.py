@@ -16,20 +16,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from .core import (
-    SENTENCES,
-    UNEXPECTED,
-    Catalog,
-    JSONObject,
-    JSONSchema,
-    Options,
-    Tool,
-    in_place,
-    logger,
-    marks_sensitive,
-    openai_function,
-    portable_name,
-)
+from .core import SENTENCES, UNEXPECTED, Catalog, Options, Tool, logger, openai_function, portable_name
+from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive
 
 __all__ = ["check", "export"]
 

@@ -1,7 +1,8 @@
-"""The command line's log: lines on stderr, for which neither a call nor the end of the process waits.
+"""The log: the command line's lines on stderr, for which neither a call nor the end of the process waits; and what no
+line may quote.
 
-It is a handler of Python's `logging` at the root, where a program has none of its own. Without this file there is
-neither the command line nor `log_level=`.
+It plugs into Python's `logging`: a handler at the root, where a program has none of its own, and a filter of apcore's
+loggers while a server runs.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import os
 import queue
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["configure", "log_to_stderr", "tell"]
+from apcore.utils.redaction import REDACTED_VALUE
+
+__all__ = ["configure", "log_to_stderr", "tell", "values_hidden"]
 
 _FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
@@ -113,3 +117,36 @@ def configure(path: str) -> None:
         logging.config.dictConfig({"disable_existing_loggers": False, **config})
     except Exception as error:  # boundary: what the file names is made, whatever that raises
         raise ValueError(_line(f"--log-config {path}: {error.__cause__ or error}", 1_000)) from None
+
+
+# apcore's loggers that quote arguments, outputs, or errors that do.
+_QUOTING = "schema.hardening executor pipeline middleware.manager middleware.logging".split()
+
+
+@contextmanager
+def values_hidden(call_of: Callable[[None], Any]) -> Iterator[None]:
+    """Let no record of apcore's log show values of a call in which something is marked: these are its arguments, or
+    stand in its text. `call_of(None)` is the call that the running code belongs to, if any."""
+
+    def hide(record: logging.LogRecord) -> bool:
+        call = call_of(None)
+        if call is None or not call.is_secret():
+            return True
+        if isinstance(record.args, tuple) and record.args:
+            record.args = tuple(each if isinstance(each, int | float) else REDACTED_VALUE for each in record.args)
+        elif record.levelno >= logging.WARNING:
+            record.msg = f"(not shown: it may quote sensitive values) at {record.filename}:{record.lineno}"
+            record.args = ()
+        record.exc_info = record.exc_text = None
+        if hasattr(record, "error"):
+            record.error = REDACTED_VALUE
+        return True
+
+    loggers = [logging.getLogger(f"apcore.{name}") for name in _QUOTING]
+    for logger in loggers:
+        logger.addFilter(hide)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(hide)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import __version__
 from .core import Bridge, CallEnd, Options
+from .execution import busy_threads
 
 __all__ = ["Metrics", "collecting"]
 
@@ -62,7 +63,7 @@ class Metrics:
         lines += _metric("info", "gauge", "The version of apcore-mcp", {__version__: 1}, "version")
         lines += _metric("calls_running", "gauge", "Calls that have not ended", {"": len(bridge.router.running)})
         lines += _metric("sessions", "gauge", "Open sessions", {"": len(bridge.open_sessions) + bridge.streams})
-        lines += _metric("threads_busy", "gauge", "Threads that run sync modules", {"": bridge.busy_threads()})
+        lines += _metric("threads_busy", "gauge", "Threads that run sync modules", {"": busy_threads()})
         lines += _metric("calls_total", "counter", "Calls that have ended", self._ended, "outcome")
         lines += _metric("requests_refused_total", "counter", "Refused HTTP requests", self._refused, "status")
         return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")

@@ -16,29 +16,22 @@ from apcore.context import Identity
 from jsonschema import Draft202012Validator
 from pydantic_core import from_json
 
-from .core import (
-    Call,
-    Catalog,
-    ExecutionRouter,
+from .core import Call, Catalog, ExecutionRouter, Options, Tool, installation, options_of, portable_name
+from .schemas import (
+    OTHER_PROPERTIES,
     JSONObject,
     JSONSchema,
-    Options,
-    Tool,
     in_place,
-    installation,
-    integral,
     is_valid,
-    options_of,
     part_schemas,
-    portable_name,
     properties_of,
     types_of,
 )
+from .values import integral
 
 __all__ = ["from_openai_call", "from_openai_name", "run_openai_call"]
 
 _SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
-_OTHER_PROPERTIES = ("patternProperties", "additionalProperties", "unevaluatedProperties")
 
 
 def _suits(value: Any, schema: JSONSchema) -> bool:
@@ -110,7 +103,7 @@ def _knows(names: Iterable[str], schema: JSONSchema, branch: JSONSchema) -> bool
     is_closed = False
     for view in in_place(branch):
         unknown -= properties_of(view).keys()
-        if not unknown or any(view.get(keyword, False) is not False for keyword in _OTHER_PROPERTIES):
+        if not unknown or any(view.get(keyword, False) is not False for keyword in OTHER_PROPERTIES):
             return True
         is_closed = is_closed or bool(properties_of(view)) or "object" in types_of(view)
     return not is_closed

@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 from apcore import Identity, ModuleAnnotations, ModuleDescriptor
 from pydantic_core import to_json
 
-from .core import Catalog, JSONObject, Options, Tool, failure, label_of, logger, subschemas, tool_result
+from .core import Catalog, Options, Tool, failure, label_of, logger, tool_result
+from .schemas import JSONObject, subschemas
 
 __all__ = ["CALL_TOOL", "SEARCH_TOOLS", "SearchTools", "rank", "target_of"]
 

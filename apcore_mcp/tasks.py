@@ -21,7 +21,8 @@ from mcp.shared.inbound import MCP_NAME_HEADER, decode_header_value
 from mcp_types import InputResponses, RequestParams
 from pydantic import TypeAdapter
 
-from .core import MODERN, TASKS_EXTENSION, Call, JSONObject, call_later, caller_in, json_bytes, protocol_error
+from .core import MODERN, TASKS_EXTENSION, Call, call_later, caller_in, json_bytes, protocol_error
+from .schemas import JSONObject
 
 __all__ = ["Task", "Tasks"]
 

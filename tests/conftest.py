@@ -1,9 +1,9 @@
 """What the tests share: real registries, a real server behind a real socket or pipe, and the SDK's own client.
 
-A file `test_<room>.py` proves what one room of `core.py` promises, and takes seconds by itself:
-`python -m pytest tests/test_schemas.py`. What crosses rooms stands in `whole/` (who calls and who is offered what, the
-examples and the README, clients and adapters, promises of outputs), what attackers and mistaken modules do in
-`hostile/`. Here are the parts of every test, in `support.py` those of several files, in `generated.py` schemas that
+A file `test_<name>.py` proves what one file of the package, or one room of `core.py`, promises, and takes seconds by
+itself: `python -m pytest tests/test_schemas.py`. What crosses rooms stands in `whole/` (who calls and who is offered
+what, the examples and the README, clients and adapters, promises of outputs), what attackers and mistaken modules do
+in `hostile/`. Here are the parts of every test, in `support.py` those of several files, in `generated.py` schemas that
 hypothesis makes up. By hand are run `python -m tests.benchmarks` and `python -m tests.interop`.
 """
 

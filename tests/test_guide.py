@@ -643,7 +643,7 @@ def test_what_a_change_touches_is_there() -> None:
     rooms = re.findall(r"^# ---- (\w+)", code["core.py"], re.MULTILINE)
     picture = re.findall(r"│ ((?:[A-Z]\w+|stdio)(?:, [A-Z]\w+)*)  ", page)
     named = {room for rooms_of_line in picture for room in rooms_of_line.split(", ")}
-    assert named >= {"stdio", "Router", "Results"}
+    assert named >= {"Server", "Router", "Errors"}
     assert named <= {*rooms}
     drawn = {*re.findall(r"\b(\w+\.py)\b", page.partition("## What becomes")[0])}
     assert drawn >= code.keys() - {"__init__.py", "__main__.py", "auth.py"}

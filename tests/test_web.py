@@ -846,7 +846,7 @@ async def test_a_server_is_ready_while_a_session_is_free() -> None:
 
 
 async def test_a_server_is_ready_while_a_thread_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apcore_mcp.core.THREADS_MAX", 1)
+    monkeypatch.setattr("apcore_mcp.web.THREADS_MAX", 1)
     gate = Gate()
 
     def block(inputs: dict[str, Any], context: Any) -> dict[str, Any]:

@@ -1,0 +1,410 @@
+"""Values: what is wrong with one, field by field, and what a module gives, checked and written once as plain JSON.
+
+Functions of values and of what declares them, with nothing of MCP in them. What is marked as sensitive is hidden here.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from typing import TYPE_CHECKING, Any, cast, get_origin
+
+from apcore import ModuleDescriptor, ModuleError, errors
+from apcore.utils.redaction import REDACTED_VALUE
+from jsonschema import Draft202012Validator
+from jsonschema import ValidationError as InvalidValue
+from jsonschema.exceptions import best_match
+from jsonschema.validators import extend
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic_core import from_json, to_json, to_jsonable_python
+
+from .schemas import (
+    JSONObject,
+    JSONSchema,
+    ModelType,
+    SchemaConverter,
+    UnconvertibleSchema,
+    in_place,
+    is_json,
+    marks_of,
+    mentions_mark,
+    part_schemas,
+    plain_json,
+    properties_of,
+    subschemas,
+    types_of,
+    written_form,
+)
+
+if TYPE_CHECKING:
+    from .execution import Function
+
+
+def text_of(value: object) -> str:
+    """A text of a module's for people to read, as JSON can carry it: half of a surrogate pair becomes `?`."""
+    return str(value).encode(errors="replace").decode()
+
+
+# ---- Secrets ----
+
+
+def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
+    """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
+
+    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
+    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
+    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
+    applied = [mark for mark in in_place(*marks) if mark]
+    if value is None or not applied:
+        return value
+    if any("x-sensitive" in mark for mark in applied):
+        return REDACTED_VALUE
+    if isinstance(value, list):
+        items = enumerate(value)
+        return [redact(item, *part_schemas(applied, index), hides_others=hides_others) for index, item in items]
+    if not isinstance(value, dict):
+        return value
+    others: list[JSONSchema] = [{"x-sensitive": True}] if hides_others and any(map(properties_of, applied)) else []
+    redacted = {}
+    for name, item in value.items():
+        parts = [*part_schemas(applied, name)] or others
+        redacted[name] = redact(item, *parts, hides_others=hides_others)
+    return redacted
+
+
+# ---- Faults ----
+
+FAULTS_MAX = 20  # how many a client reads of one call
+_FAULT_CHARACTERS = 1_000  # of a field's path, of a code and of a message, each
+_IMPERSONAL = {  # messages of pydantic's that name a class or a function of the module's, by their type
+    **dict.fromkeys(["model_type", "model_attributes_type", "dataclass_type"], "Input should be an object"),
+    **dict.fromkeys(["union_tag_invalid", "union_tag_not_found"], "Input is none of the forms that are expected"),
+    **dict.fromkeys(["is_instance_of", "is_subclass_of", "dataclass_exact_type"], "Input is not of the right type"),
+}
+
+
+def fault_at(path: Iterable[Any], code: object, message: object) -> dict[str, str]:
+    """What is wrong with one field, shortened: `{"field": "sizes.0", "code": "type", "message": "..."}`."""
+    fault = {"field": ".".join(map(str, path)), "code": code, "message": message}
+    return {key: text_of(value)[:_FAULT_CHARACTERS] for key, value in fault.items()}
+
+
+def faults_in(error: errors.SchemaValidationError) -> list[dict[str, str]]:
+    """What an error of apcore's or of a module's says of fields: dicts with `path` and `keyword`, or `field` and
+    `code`, or texts."""
+    faults = []
+    for each in (error.details.get("errors") or ())[:FAULTS_MAX]:
+        parts = each if isinstance(each, dict) else {"message": each}
+        path = str(parts.get("field") or parts.get("path") or "").strip("/").split("/")
+        code = parts.get("code") or parts.get("keyword") or "invalid"
+        faults.append(fault_at(path, code, parts.get("message") or ""))
+    return faults
+
+
+def pydantic_faults(error: ValidationError, values: Any) -> list[dict[str, str]]:
+    """What pydantic finds wrong with `values`. Its own paths also name classes and functions, where it has looked."""
+    faults = []
+    for each in error.errors(include_url=False)[:FAULTS_MAX]:
+        path = []
+        value = values
+        for step in cast(tuple[Any, ...], each["loc"]):
+            is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
+            if is_item or (isinstance(value, dict) and step in value):
+                value = value[step]
+                path.append(step)
+        if each["type"] == "missing":
+            path.append(each["loc"][-1])
+        faults.append(fault_at(path, each["type"], _IMPERSONAL.get(each["type"], each["msg"])))
+    return faults
+
+
+def _check_required(_: Any, names: list[str], value: object, _schema: JSONSchema) -> Iterator[InvalidValue]:
+    """The keyword `required` with errors at the missing property, which jsonschema's own name only in a sentence."""
+    for name in names:
+        if isinstance(value, dict) and name not in value:
+            yield InvalidValue("Field required", path=[name])
+
+
+_NamingValidator: Any = cast(Any, extend)(Draft202012Validator, {"required": _check_required})
+
+
+def schema_faults(schema: JSONSchema, values: Any) -> list[dict[str, str]]:
+    """What a dict schema refuses; of a union, what jsonschema takes for the most telling."""
+    found = itertools.islice(_NamingValidator(schema).iter_errors(values), FAULTS_MAX)
+    leaves = [best_match([error]) if error.context else error for error in found]
+    return [fault_at(leaf.absolute_path, leaf.validator, leaf.message) for leaf in leaves]
+
+
+def integral(value: Any) -> Any:
+    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: integral(item) for name, item in value.items()}
+    return [*map(integral, value)] if isinstance(value, list) else value
+
+
+# ---- Output ----
+
+
+class RefusedOutput(errors.SchemaValidationError):
+    """The output of a module does not fit what it declares: the module has run."""
+
+    def __init__(self, faults: list[dict[str, str]], output: Any) -> None:
+        kind = f"{type(output).__module__}.{type(output).__qualname__}"
+        # No messages, which quote values.
+        places = ", ".join(f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults)
+        super().__init__(f"Output validation failed: {places} (it is a {kind})", faults)
+
+
+def not_json(error: Exception) -> ModuleError:
+    reason = text_of(error).replace(" at result.", " at ")  # which the module has not written
+    return ModuleError("OUTPUT_SERIALIZATION_ERROR", f"output is not JSON: {reason}")
+
+
+def _unknown(value: Any) -> Any:
+    """What is written for an object that nothing describes: its text (FR-EXEC-002).
+
+    TypeError, which names the type, where that would say less than the object is: a callable, what can be counted,
+    iterated over or collected (a frame, a generator), and what has no text but its address or `<NA>`."""
+    text = str(value)
+    says_less = callable(value) or any(hasattr(value, name) for name in ("__len__", "__iter__", "collect"))
+    if says_less or re.fullmatch(r"<.*>", text, re.DOTALL):
+        raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
+    return text
+
+
+def _without_numpy(value: Any) -> Any:
+    """Copy containers with the values of NumPy's arrays and scalars; moments and durations are Python's. A
+    frame or a Series is none of them: it has an index beside its values."""
+    if isinstance(value, dict):
+        return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_without_numpy, value))
+    if not hasattr(value, "tolist") or hasattr(value, "index"):
+        return value
+    dtype = str(getattr(value, "dtype", ""))
+    if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
+        value = value.astype(dtype.replace("ns", "us"))
+    return _without_numpy(value.tolist())
+
+
+def _name_in_json(key: Any) -> str:
+    return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
+
+
+_NO_FORM = object()
+
+
+def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
+    """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
+    where it cannot."""
+    python = dump(by_alias=True, warnings=False)
+    form: Any = _NO_FORM
+    with suppress(ValueError):  # bytes that are no text
+        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
+    return python, form
+
+
+def _is_written(value: Any, form: Any) -> bool:
+    """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
+    not the null of what it does not know. The parts of a container are looked at one by one."""
+    if isinstance(value, bytes | bytearray | Set) or (isinstance(value, Mapping) and isinstance(form, dict)):
+        return False
+    if isinstance(value, Sequence) and isinstance(form, list):
+        return len(form) != len(value)
+    return form is not None or isinstance(value, float)
+
+
+def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
+    """Copy `value` into plain JSON types by JSON's rules: dates become ISO text, enums their values, bytes base64.
+
+    A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
+    model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
+    if isinstance(value, BaseModel):
+        _check_values(value, place.removeprefix("the root"))
+        value, form = _dumped(value.model_dump, value.model_dump_json)
+    is_nat = isinstance(value, date) and value != value  # pandas' missing date
+    if form is not _NO_FORM and not is_nat and _is_written(value, form):
+        return form
+    if isinstance(value, Decimal) and value.is_finite():
+        types = {name for schema in schemas for name in types_of(schema)}
+        value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
+    value = _without_numpy(value.value if isinstance(value, Enum) else value)
+    if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
+        raise ValueError(f"{value} at {place}")
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    prefix = "" if place == "the root" else f"{place}."
+    if isinstance(value, Mapping):
+        written: JSONObject = {}
+        for key, item in value.items():
+            name = _name_in_json(key)
+            if name in written:
+                raise ValueError(f"two keys are {name!r} at {place}")
+            part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
+            written[name] = as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
+        return written
+    if isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)):
+        parts = [[*in_place(*part_schemas(schemas, index))] for index in range(len(value))]
+        forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
+        return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
+    if isinstance(value, Iterator):  # which pydantic would use up
+        _unknown(value)
+    if isinstance(value, bytes | bytearray):  # pydantic has the alphabet of URLs
+        return base64.b64encode(value).decode()
+    return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
+
+
+def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What stands in a value, by the names under which it is written."""
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        parts = [((name in fields and fields[name].serialization_alias) or name, item) for name, item in value]
+        computed = type(value).model_computed_fields
+        return parts + [(field.alias or name, getattr(value, name)) for name, field in computed.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [(_name_in_json(key), item) for key, item in value.items()]
+    return enumerate(value) if isinstance(value, list | tuple | deque | Set) else ()
+
+
+def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
+    """Raise ValueError for the first number in `value` that JSON cannot say ("nan at items.0.qty"), unless a model says
+    how its own are written, by `ser_json_inf_nan`; TypeError for an iterator, which pydantic would use up."""
+    if isinstance(value, Iterator):
+        _unknown(value)
+    if isinstance(value, float | Decimal) and not math.isfinite(value) and not allows_nan:
+        raise ValueError(f"{value} at {place.strip('.') or 'the root'}")
+    if isinstance(value, BaseModel):
+        allows_nan = type(value).model_config.get("ser_json_inf_nan") in ("null", "strings")
+    for name, item in _parts_of(value):
+        _check_values(item, f"{place}.{name}", allows_nan)
+
+
+def marks_in(value: Any) -> JSONSchema:
+    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}`; `{}`
+    where no model in it marks anything."""
+    parts = {name: marks_in(item) for name, item in _parts_of(value)}
+    is_class = isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    own = marks_of(type(value)) if is_class else {}
+    if not any(parts.values()):
+        return own
+    if isinstance(value, list | tuple | Set):
+        return {"prefixItems": [*parts.values()]}
+    return {"anyOf": [own, {"properties": parts, "additionalProperties": {}}]}
+
+
+def _is_open(schema: JSONSchema) -> bool:
+    """Whether `schema` leaves open how a value is written: it takes any value, or bytes."""
+    is_any = not schema.keys() - {"title", "description", "default", "examples", "deprecated"}
+    is_bytes = schema.get("format") == "binary" or "contentEncoding" in schema
+    return is_any or is_bytes or schema.get("additionalProperties") is True
+
+
+_CHECKS = ConfigDict(revalidate_instances="always", arbitrary_types_allowed=True)
+
+
+class Output:
+    """What a module gives: checked by what declares it, and written once, in the form that `schema` describes.
+
+    A function's return hint and a class's model are pydantic's, which checks and writes by them: its serializers and
+    aliases hold. A dict schema, and what nothing declares, is written by JSON's rules. Everything but a dict and a
+    model is put under `result`, as apcore promises it."""
+
+    def __init__(self, module: Any, descriptor: ModuleDescriptor, function: Function | None) -> None:
+        self._function = function
+        self._declared = getattr(module, "output_schema", None)
+        self._adapter: TypeAdapter[Any] | None = None
+        schema = descriptor.output_schema
+        if function is not None and get_origin(function.returns) is dict:
+            self._adapter = TypeAdapter(function.returns, config=_CHECKS)
+            schema = written_form(function.returns, self._adapter)
+        elif isinstance(self._declared, ModelType) and (function is None or function.returns is not dict):
+            self._adapter = TypeAdapter(self._declared)
+            if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
+                self._adapter = TypeAdapter(create_model("Result", __config__=_CHECKS, result=(function.returns, ...)))
+            schema = written_form(self._declared, self._adapter)
+        self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be
+        self.fault = ""  # why it cannot be
+        try:
+            self.schema = SchemaConverter(self._declared if self._adapter else None).inline(schema)
+        except UnconvertibleSchema as error:
+            if mentions_mark(schema):
+                raise
+            self.fault = str(error)
+        # What JSON Schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
+        self._is_open = not self.schema or any(map(_is_open, subschemas(self.schema)))
+
+    def write(self, output: Any, redacts: bool) -> JSONObject:
+        """What a module gave as plain JSON; RefusedOutput for what does not fit. With `redacts`, what models mark is
+        hidden that `schema` does not describe."""
+        function = self._function
+        if function is not None and function.is_wrapped:
+            output = {"result": output}
+        given = output  # with its models, which may mark something
+        if function is not None and function.is_foreign:
+            output = function.output(output)
+        elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
+            output = {}
+        try:
+            written = self._serialize(output)
+            if redacts and (self._adapter is None or self._is_open):
+                written = redact(written, marks_in(given))
+        except (errors.SchemaValidationError, ModuleError):
+            raise
+        except Exception as error:  # a module's own __str__ may raise anything
+            raise not_json(error) from None
+        if not isinstance(written, dict):
+            raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], output)
+        return written
+
+    def _serialize(self, output: Any) -> Any:
+        if self._adapter is not None:
+            checked = self._validate(self._adapter, output)
+            dump = functools.partial(self._adapter.dump_python, checked)
+            written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
+            if written is not None and is_json(written):
+                return written
+            _check_values(checked)
+            python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
+            return plain_json(as_json(python, form=form))
+        written = None
+        is_plain = False
+        with suppress(ValueError, TypeError):
+            written = plain_json(output)
+            is_plain = bool(written == output)  # not the key 1, a date or a set
+        if not is_plain:
+            written = plain_json(as_json(output, [*in_place(self.schema)]))
+        if self._declared is not None and not isinstance(self._declared, ModelType):
+            try:
+                self._declared.model_validate(written, strict=True)
+            except errors.SchemaValidationError as error:
+                raise RefusedOutput(faults_in(error), output) from None
+        return written
+
+    def _validate(self, adapter: TypeAdapter[Any], output: Any) -> Any:
+        with suppress(ValidationError):
+            return adapter.validate_python(output, strict=True)
+        plain = _without_numpy(output)
+        try:
+            return adapter.validate_python(plain, strict=True)
+        except ValidationError as error:
+            with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
+                if not marks_in(output):  # what another type marks would be sent
+                    return adapter.validate_json(to_json(plain, bytes_mode="utf8"), strict=True)
+            is_wrapped = self._function is not None and self._function.is_wrapped
+            raise RefusedOutput(pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
