@@ -1284,7 +1284,7 @@ class Call:
         self.confirms = False
         self.confirmation: Any = None
         self.is_parked = False
-        self._keys = Counter[str]()  # of all questions that it has asked
+        self._keys: Counter[str] = Counter()  # of all questions that it has asked
         self._progress = -math.inf  # the last number that was sent
         self._unsent: Future[None] | None = None  # the last report from another loop
         self._turn = asyncio.Event()  # set when it may have something to answer the request with
@@ -2150,7 +2150,7 @@ class _Life:
     def block(self) -> None:
         """Run to the end, on an event loop of its own."""
         loop = asyncio.new_event_loop()
-        loop.set_default_executor(daemon_threads())
+        loop.set_default_executor(daemon_threads)
         running = loop.create_task(self.run())
         try:
             while not running.done():

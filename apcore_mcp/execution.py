@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, cast, get_args, get_origin, get_type_hints
 
 from apcore import Config, FunctionModule, Registry
 from apcore.builtin_steps import BuiltinExecute, BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
@@ -204,13 +204,8 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 _module_threads = _DaemonThreads()
-_other_threads = _DaemonThreads()
-
-
-def daemon_threads() -> ThreadPoolExecutor:
-    """Threads for what else may never return, such as hooks: modules that are stuck in all of theirs leave
-    them free."""
-    return _other_threads
+# For what else may never return, such as hooks: modules that are stuck in all of theirs leave these free.
+daemon_threads: ThreadPoolExecutor = _DaemonThreads()
 
 
 def busy_threads() -> int:
@@ -370,13 +365,16 @@ class _Step(BaseStep):
 class _Lookup(_Step):
     """Looks a module up and redacts its arguments for hooks. From here on, errors may quote these."""
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
+    def __init__(self, step: BaseStep, call_of: CallOf, marks_of: MarksOf) -> None:
+        super().__init__(step, call_of, marks_of)
         # The registry that the step asks is private. It is set on a copy: if apcore changes here, a call takes longer
         # and is as right as before.
-        lookup: Any = copy.copy(self.step)
-        if isinstance(getattr(lookup, "_registry", None), Registry):
-            lookup._registry = _RegistryView(lookup._registry, self._marks_of)
-        result: StepResult = await lookup.execute(ctx)
+        self._lookup = cast(Any, copy.copy(step))
+        if isinstance(getattr(self._lookup, "_registry", None), Registry):
+            self._lookup._registry = _RegistryView(self._lookup._registry, marks_of)
+
+    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
+        result: StepResult = await self._lookup.execute(ctx)
         if isinstance(ctx.module, _ModuleView):
             ctx.module = ctx.module.viewed
         call.record(ctx.module)

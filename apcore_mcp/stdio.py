@@ -71,8 +71,8 @@ async def _pipes() -> AsyncIterator[tuple[Any, Any]]:
     incoming, filled = socket.socketpair()
     outgoing, drained = socket.socketpair()
     with filled, drained:  # each stays open until the file that is made of it is closed, too
-        loop.run_in_executor(daemon_threads(), _copy, source, filled.makefile("wb"))
-        writing = loop.run_in_executor(daemon_threads(), _copy, drained.makefile("rb", 0), sink)
+        loop.run_in_executor(daemon_threads, _copy, source, filled.makefile("wb"))
+        writing = loop.run_in_executor(daemon_threads, _copy, drained.makefile("rb", 0), sink)
     yield incoming, outgoing
     await asyncio.wait([writing], timeout=1)
 

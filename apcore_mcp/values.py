@@ -361,8 +361,8 @@ class Output:
         elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
             output = {}
         try:
-            written = self._serialize(output)
-            if redacts and (self._adapter is None or self._is_open):
+            written, is_described = self._serialize(output)
+            if redacts and not (is_described and output is given):
                 written = redact(written, marks_in(given))
         except (errors.SchemaValidationError, ModuleError):
             raise
@@ -372,16 +372,17 @@ class Output:
             raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], output)
         return written
 
-    def _serialize(self, output: Any) -> Any:
+    def _serialize(self, output: Any) -> tuple[Any, bool]:
+        """What a module gave as plain JSON, and whether there is no model in it that `schema` does not describe."""
         if self._adapter is not None:
             checked = self._validate(self._adapter, output)
             dump = functools.partial(self._adapter.dump_python, checked)
             written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
             if written is not None and is_json(written):
-                return written
+                return written, True
             _check_values(checked)
             python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
-            return plain_json(as_json(python, form=form))
+            return plain_json(as_json(python, form=form)), not self._is_open
         written = None
         is_plain = False
         with suppress(ValueError, TypeError):
@@ -394,7 +395,7 @@ class Output:
                 self._declared.model_validate(written, strict=True)
             except errors.SchemaValidationError as error:
                 raise RefusedOutput(faults_in(error), output) from None
-        return written
+        return written, is_plain
 
     def _validate(self, adapter: TypeAdapter[Any], output: Any) -> Any:
         with suppress(ValidationError):
