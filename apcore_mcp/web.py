@@ -43,11 +43,11 @@ def _is_allowed(host: str, options: Options, is_page: bool) -> bool:
     if parts is None:
         return False
     name = parts[1]
-    if name == "localhost" or address_of(name):
+    if name in ("localhost", options.host.lower()) or address_of(name):
         return True
     if not options.allowed_hosts and not is_page and options.is_public:
         return True
-    for pattern in [f"{options.host}:*", *(options.allowed_hosts or ())]:
+    for pattern in options.allowed_hosts or ():
         named = name if pattern.endswith(":*") else host
         wanted = pattern.removesuffix(":*").lower()
         if named == wanted or (not is_page and fnmatchcase(named, wanted)):
