@@ -56,7 +56,7 @@ class Call(Protocol):
     can_ask: bool  # whether its user can be asked now
     could_ask: bool  # or could at any time before
     has_forms: bool  # whether its client shows forms
-    parks: bool  # whether its client could be asked if it declared elicitation
+    is_multi_round: bool  # whether its client could be asked if it declared elicitation
     confirms: bool  # whether the answer comes with a second request, to whichever server
     confirmation: Any  # that answer; None before it
     approver: ApprovalHandler | None  # by the `approval=` of its server; None leaves it to apcore
@@ -123,7 +123,7 @@ class ElicitationApprovalHandler:
         elif confirms and call.has_forms:
             answer = call.content_of(call.confirmation, _FORM)
         else:
-            return self._unasked(request, call, confirms or call.parks)
+            return self._unasked(request, call, confirms or call.is_multi_round)
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
         logger.info("%s: %s was %s by its user", call.label, request.module_id, result.status)
         return result

@@ -474,11 +474,11 @@ class Tool:
         self.has_secret_inputs = marks_sensitive(advertised)
         self.output = Output(module, descriptor, function)
         self.redacts = options.redact_output
-        written = self.output.schema
-        self.marks = [marks_of_schema(written)] if self.redacts and marks_sensitive(written) else []
-        self.media = media_types_of(written)  # properties that are sent as files, with their media types
+        output_schema = self.output.schema
+        self.marks = [marks_of_schema(output_schema)] if self.redacts and marks_sensitive(output_schema) else []
+        self.media = media_types_of(output_schema)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
-        promise = promise_of(written) if written else {"type": "null"}
+        promise = promise_of(output_schema) if output_schema else {"type": "null"}
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
         if admits_object(promise) and not (self.marks or self.media or options.output_formatter):
             definition["outputSchema"] = {**promise, "type": "object"}
@@ -651,15 +651,15 @@ class _ResultMapper:
         except Exception as error:  # a module's own __str__ may raise anything
             raise not_json(error) from None
 
-    def to_result(self, output: Any, written: bytes | None) -> JSONObject:
-        """The tool result for `output`, which was `written` unless middleware has changed it since (F-013)."""
+    def to_result(self, output: Any, output_json: bytes | None) -> JSONObject:
+        """The tool result for `output`, which was `output_json` unless middleware has changed it since (F-013)."""
         tool = self.tool
         files: list[JSONObject] = []
         text = b""
         try:
             with suppress(ValueError):
                 text = to_json(output)
-            is_changed = text != written
+            is_changed = text != output_json
             value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
                 value = redact(value, *tool.marks)
@@ -1265,7 +1265,7 @@ class Call:
         self.token = CancelToken()
         self.running: asyncio.Task[None] | None = None
         self.outcome: JSONObject | Exception | None = None
-        self.written: bytes | None = None  # what its module gave, as JSON
+        self.output_json: bytes | None = None  # what its module gave, as JSON
         self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
         self.task: Task | None = None  # where it may go on without a request
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
@@ -1276,7 +1276,7 @@ class Call:
         self.request_id: Any = None
         self.has_progress_token = False
         self.trace: dict[str, str] = {}  # the client's span, where it sent one (SEP-414)
-        self.parks = False  # whether questions answer the request, and the call waits for the client's retry
+        self.is_multi_round = False  # whether questions answer the request, and the call waits for a retry (2026-07-28)
         self.knows_tasks = False
         self.has_forms = False
         self.can_ask = False
@@ -1302,12 +1302,12 @@ class Call:
         spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
         self.trace = {key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512}
         # A server without sessions may be one of many: the answer could reach another one than the one that asked.
-        self.parks = ctx.protocol_version >= MODERN and not options.stateless
+        self.is_multi_round = ctx.protocol_version >= MODERN and not options.stateless
         capabilities = ctx.session.client_capabilities
-        self.knows_tasks = self.parks and TASKS_EXTENSION in (getattr(capabilities, "extensions", None) or {})
+        self.knows_tasks = self.is_multi_round and TASKS_EXTENSION in (getattr(capabilities, "extensions", None) or {})
         forms = getattr(capabilities, "elicitation", None)
         self.has_forms = bool(forms and (forms.form or not forms.url))  # `{}` means forms (MCP 2025-11-25)
-        self.can_ask = self.has_forms and (self.parks or ctx.session.can_send_request)
+        self.can_ask = self.has_forms and (self.is_multi_round or ctx.session.can_send_request)
         self.could_ask = self.could_ask or self.can_ask
         self.confirms = ctx.protocol_version >= MODERN and options.state_key is not None
 
@@ -1319,7 +1319,7 @@ class Call:
     @property
     def is_working(self) -> bool:
         """Whether it has nothing to answer a request with: no outcome and, from 2026-07-28 on, no question."""
-        return self.outcome is None and not (self.parks and self.questions)
+        return self.outcome is None and not (self.is_multi_round and self.questions)
 
     async def turn(self) -> None:
         """Wait until it may have stopped working."""
@@ -1346,7 +1346,7 @@ class Call:
         self.running = None
         self.arguments = {}
         self.modules.clear()
-        self.written = None
+        self.output_json = None
         self.session = None
         self.can_ask = False
         self.could_ask = True  # for what is left of it, so that it is not let through
@@ -1387,7 +1387,7 @@ class Call:
 
     def write(self, output: Any) -> JSONObject:
         written = self.tool.output.write(output, self.tool.redacts)
-        self.written = to_json(written)
+        self.output_json = to_json(written)
         return written
 
     def is_secret(self) -> bool:
@@ -1452,7 +1452,7 @@ class Call:
             self.cancel()
             return None
         answer: asyncio.Future[Any]
-        if self.parks:
+        if self.is_multi_round:
             answer = self.loop.create_future()
         else:
             answer = self.loop.create_task(self.session.elicit_form(message, form, self.request_id))
@@ -1717,9 +1717,9 @@ class ExecutionRouter:
             output = await self._stream(call, context, results)
         else:
             output = await self.options.executor.call_async(tool.module_id, call.arguments, context)
-        if call.written is None:  # middleware has answered, or a step of the user's own has run the module
+        if call.output_json is None:  # middleware has answered, or a step of the user's own has run the module
             output = call.write(output)
-        return results.to_result(output, call.written)
+        return results.to_result(output, call.output_json)
 
     async def _stream(self, call: Call, context: Context[Any], results: _ResultMapper) -> JSONObject:
         """Send each chunk as a progress notification (FR-STREAM-001). Returns them put together."""
@@ -1731,14 +1731,15 @@ class ExecutionRouter:
                 text = results.to_text(chunk)
                 results.check_size(len(text))
                 await call.report_chunk(text)
-        call.written = None  # by a step that knew of no middleware's change, nor of a fault that apcore passes over
+        call.output_json = None  # by a step that knew of no middleware's change, nor of a fault that apcore passes over
         return output
 
     def _outcome_of(self, call: Call, error: BaseException, trace_id: str) -> JSONObject | Exception:
         """What a call is answered with that has raised `error`."""
         if call.is_refused:
             # Agents of the handshake versions show their model a tool's error, but may stop at one of the protocol.
-            return protocol_error(-32000, _TOO_MANY) if call.parks else failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
+            result = failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
+            return protocol_error(-32000, _TOO_MANY) if call.is_multi_round else result
         if call.running is not None and call.running.cancelling():
             return failure(SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
         if isinstance(error, errors.ApprovalPendingError) and "requestedSchema" in (error.result.metadata or {}):
@@ -1996,9 +1997,8 @@ class Bridge:
         return {"tools": [], **_FRESH}  # `_fill_in_tools` adds them
 
     def _input_schema_of(self, name: str) -> JSONSchema | None:
-        tool = self.catalog.find(name)
-        if self.router.search is not None and name in self.router.search.tools:
-            tool = self.router.search.tools[name]
+        search = self.router.search
+        tool = (search.tools.get(name) if search else None) or self.catalog.find(name)
         return tool.input_schema if tool else None
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:

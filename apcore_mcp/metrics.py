@@ -80,15 +80,12 @@ def _metric(name: str, kind: str, text: str, numbers: Mapping[str, int], label: 
 
 @contextmanager
 def collecting(options: Options) -> Iterator[Options]:
-    """The options of a server while it runs, with a collector in the place of `metrics_collector=True`.
-
-    That one counts the calls of the options' Executor, which is left as it was."""
+    """The options of a server while it runs, with a collector in the place of `metrics_collector=True`: it counts the
+    calls of the options' Executor, which is left as it was."""
     collector = MetricsCollector()
     middleware = MetricsMiddleware(collector)
-    if options.metrics_collector is True:
-        options.executor.use(middleware)
-        options = dataclasses.replace(options, metrics_collector=collector)
+    options.executor.use(middleware)
     try:
-        yield options
+        yield dataclasses.replace(options, metrics_collector=collector)
     finally:
-        options.executor.remove(middleware)  # of another collector, there is none to remove
+        options.executor.remove(middleware)
