@@ -69,7 +69,7 @@ from .execution import Function, daemon_threads, function_of, silence, steps_in_
 from .log import log_to_stderr, values_hidden
 from .schemas import (
     CONSTRAINTS,
-    FOREIGN,
+    FOREIGN_REFERENCES,
     IN_PLACE,
     OTHER_PROPERTIES,
     JSONObject,
@@ -494,7 +494,7 @@ class Tool:
         refused = [name for name in properties_of(self.input_schema) if not _API_NAME.fullmatch(name)]
         if refused:
             warnings.append(f"Claude's API refuses the names of these arguments, and the tool: {', '.join(refused)}")
-        foreign = {keyword for part in subschemas(schema) for keyword in FOREIGN.intersection(part)}
+        foreign = {keyword for part in subschemas(schema) for keyword in FOREIGN_REFERENCES.intersection(part)}
         if foreign:
             warnings.append(f"of its input schema, this is not sent: {', '.join(sorted(foreign))}")
         if self.output.fault:

@@ -26,6 +26,8 @@ from typing_extensions import TypedDict
 JSONObject = dict[str, Any]
 JSONSchema = JSONObject
 
+# ---- What the keywords mean ----
+
 # The keywords that hold schemas, those of older drafts included. Under any other one a `$ref` is no reference.
 _SCHEMA_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
 _WITH_SCHEMAS = _SCHEMA_MAPS.union(
@@ -40,10 +42,12 @@ IN_PLACE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split
 ModelType = type(BaseModel)  # the metaclass of pydantic's models
 _PYDANTIC_NAMES = GenerateJsonSchema()  # makes titles of names
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# Keywords that say where references lead, and the dialect: without meaning once references are inlined.
-_FOR_REFERENCES = frozenset("$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split())
 # References of other drafts mean nothing to apcore, and some clients drop a tool that has them.
-FOREIGN = frozenset("$recursiveRef $recursiveAnchor $dynamicRef".split())
+FOREIGN_REFERENCES = frozenset("$recursiveRef $recursiveAnchor $dynamicRef".split())
+# Keywords that say where references lead, and the dialect: without meaning once references are inlined.
+_FOR_REFERENCES = FOREIGN_REFERENCES.union(
+    "$schema $defs definitions $id id $anchor $dynamicAnchor discriminator".split()
+)
 _REF_DEPTH_MAX = 32  # references inside references (FR-SCHEMA-002)
 _NODES_MAX = 50_000  # schemas in one inlined schema; definitions that use each other twice double it at every level
 
@@ -77,6 +81,9 @@ _METASCHEMA = TypeAdapter[Any](cast(Any, TypedDict)("JSON Schema (2020-12)", _KE
 class UnconvertibleSchema(ValueError):
     """A legal schema whose references cannot be inlined. An output schema like that costs its tool no more than the
     `outputSchema`."""
+
+
+# ---- Schemas and what is in them ----
 
 
 def map_subschemas(schema: JSONSchema, change: Callable[[Any, str], object]) -> JSONSchema:
@@ -178,6 +185,9 @@ def mentions_mark(part: Any) -> bool:
     return isinstance(part, list) and any(map(mentions_mark, part))
 
 
+# ---- References ----
+
+
 class SchemaConverter:
     """Put what each `$ref` points at in its place: `{"$ref": "#/$defs/Size"}` becomes the schema of a size.
 
@@ -206,8 +216,6 @@ class SchemaConverter:
         if self._nodes > _NODES_MAX:
             raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_NODES_MAX} nodes")
         result = {key: value for key, value in node.items() if key not in _FOR_REFERENCES or value == _DIALECT}
-        for keyword in FOREIGN.intersection(result):
-            del result[keyword]
         try:
             if self._model is None:  # pydantic writes no illegal ones, and patterns that Python cannot read
                 _METASCHEMA.validate_python(result, strict=True)
@@ -263,6 +271,9 @@ class SchemaConverter:
         return schema
 
 
+# ---- What pydantic writes ----
+
+
 class _WrittenForm(GenerateJsonSchema):
     """The JSON schema of what pydantic writes, not of what it reads; `{}` for what JSON Schema cannot say."""
 
@@ -290,6 +301,9 @@ def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSche
     if isinstance(hint, type):
         _WRITTEN_FORMS[hint] = schema
     return schema
+
+
+# ---- What is advertised ----
 
 
 def admits_object(schema: JSONSchema) -> bool:
