@@ -34,6 +34,7 @@ from .schemas import (
     ModelType,
     SchemaConverter,
     UnconvertibleSchema,
+    admits_object,
     in_place,
     is_json,
     marks_of,
@@ -209,11 +210,10 @@ _NO_FORM = object()
 def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
     """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
     where it cannot."""
-    python = dump(by_alias=True, warnings=False)
     form: Any = _NO_FORM
     with suppress(ValueError):  # bytes that are no text
         form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
-    return python, form
+    return dump(by_alias=True, warnings=False), form
 
 
 def _is_written(value: Any, form: Any) -> bool:
@@ -346,6 +346,9 @@ class Output:
             if mentions_mark(schema):
                 raise
             self.fault = str(error)
+        self._is_root = function is not None and self._adapter is not None and not admits_object(self.schema)
+        if self._is_root:  # a RootModel of a list
+            self.schema = {"type": "object", "properties": {"result": self.schema}, "required": ["result"]}
         # What JSON Schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = not self.schema or any(map(_is_open, subschemas(self.schema)))
 
@@ -364,6 +367,8 @@ class Output:
             written, is_described = self._serialize(output)
             if redacts and not (is_described and output is given):
                 written = redact(written, marks_in(given))
+            if self._is_root:
+                written = {"result": written}
         except (errors.SchemaValidationError, ModuleError):
             raise
         except Exception as error:  # a module's own __str__ may raise anything

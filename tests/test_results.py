@@ -626,6 +626,12 @@ class Shortened(BaseModel):
     more: Any = None
 
 
+class Days(RootModel[list[date]]): ...
+
+
+class DaysByName(RootModel[dict[str, date]]): ...
+
+
 class Averaged(BaseModel):
     numbers: list[float]
 
@@ -656,6 +662,8 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict, {"a": Priced(price=ONE)}, {"a": {"price": 1.1}}),
     (list, [Mean(mean=NAN)], {"result": [{"mean": None}]}),
     (MeanAndMore, MeanAndMore(mean=NAN, more=b"?>~"), {"mean": None, "more": "Pz5+"}),
+    (Days, Days([date(2026, 2, 3)]), {"result": ["2026-02-03"]}),
+    (DaysByName, DaysByName({"a": date(2026, 2, 3)}), {"a": "2026-02-03"}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
 ]

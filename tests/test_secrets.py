@@ -26,7 +26,7 @@ from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidati
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, computed_field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, SecretStr, computed_field, field_validator
 from support import (
     REDACTED,
     SECRET_TEXT,
@@ -737,6 +737,20 @@ async def test_a_model_is_redacted_in_a_binding() -> None:
                 result = await client.call_tool(name, {"count": 1})
                 text = result.model_dump_json(by_alias=True)
                 assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
+
+
+class Patients(RootModel[list[Patient]]): ...
+
+
+async def test_a_root_model_is_redacted() -> None:
+    def ward() -> Patients:
+        return Patients([PATIENT])
+
+    registry = Registry()
+    apcore_module(ward, id="a.ward", registry=registry)
+    async with connect(registry) as client:
+        text = (await client.call_tool("a.ward", {})).model_dump_json(by_alias=True)
+    assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False)
 
 
 class Person(BaseModel):
