@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import date
@@ -71,8 +70,7 @@ def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
     if isinstance(value, list):
-        items = enumerate(value)
-        return [redact(item, *part_schemas(applied, index), hides_others=hides_others) for index, item in items]
+        return [redact(item, *part_schemas(applied, i), hides_others=hides_others) for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     others: list[JSONSchema] = [{"x-sensitive": True}] if hides_others and any(map(properties_of, applied)) else []
@@ -257,7 +255,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
             written[name] = as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
         return written
-    if isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)):
+    if _is_array(value):
         parts = [[*in_place(*part_schemas(schemas, index))] for index in range(len(value))]
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
         return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
@@ -266,6 +264,11 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, bytes | bytearray):  # pydantic has the alphabet of URLs
         return base64.b64encode(value).decode()
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether JSON has an array for it."""
+    return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
 
 def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -279,7 +282,7 @@ def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
         return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return [(_name_in_json(key), item) for key, item in value.items()]
-    return enumerate(value) if isinstance(value, list | tuple | deque | Set) else ()
+    return enumerate(value) if _is_array(value) else ()
 
 
 def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
@@ -298,12 +301,12 @@ def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None
 def marks_in(value: Any) -> JSONSchema:
     """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}`; `{}`
     where no model in it marks anything."""
+    value = _without_numpy(value)
     parts = {name: marks_in(item) for name, item in _parts_of(value)}
-    is_class = isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    own = marks_of(type(value)) if is_class else {}
+    own = marks_of(type(value))
     if not any(parts.values()):
         return own
-    if isinstance(value, list | tuple | Set):
+    if _is_array(value):
         return {"prefixItems": [*parts.values()]}
     return {"anyOf": [own, {"properties": parts, "additionalProperties": {}}]}
 

@@ -217,6 +217,20 @@ def is_set_in_time(token: CancelToken) -> bool:
     return token.is_cancelled
 
 
+class Array:
+    """As NumPy's arrays and scalars."""
+
+    def __init__(self, values: Any, dtype: str = "int64") -> None:
+        self.values = values
+        self.dtype = dtype
+
+    def tolist(self) -> Any:
+        return self.values
+
+    def __str__(self) -> str:
+        return "[0 1 ... 9]"
+
+
 class StreamingModule(FunctionalModule):
     """Streams `chunks`, of which an exception is raised; called as a whole it says so."""
 

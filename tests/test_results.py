@@ -23,6 +23,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, RootModel, computed_field, field_serializer
 from support import (
     REDACTED,
+    Array,
     Size,
     StreamingModule,
     errors_logged,
@@ -382,20 +383,6 @@ async def test_an_output_formatter_writes_all_of_the_answer(
 
 
 # ---- What JSON has no type for ----
-
-
-class Array:
-    """As NumPy's arrays and scalars."""
-
-    def __init__(self, values: Any, dtype: str = "int64") -> None:
-        self.values = values
-        self.dtype = dtype
-
-    def tolist(self) -> Any:
-        return self.values
-
-    def __str__(self) -> str:
-        return "[0 1 ... 9]"
 
 
 class Holder(BaseModel):

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import typing
-from collections import UserDict
+from collections import UserDict, UserList, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from datetime import date
@@ -31,6 +31,7 @@ from support import (
     REDACTED,
     SECRET_TEXT,
     SECRETIVE,
+    Array,
     StreamingModule,
     calls,
     errors_logged,
@@ -676,6 +677,9 @@ HELD: dict[str, Any] = {
     "itself": PATIENT,
     "in_a_list": [PATIENT, {"ssn": "kept"}],
     "in_a_tuple": {"a": (1, PATIENT)},
+    "in_a_deque": deque([PATIENT]),
+    "in_a_user_list": UserList([PATIENT]),
+    "in_an_array": Array([PATIENT]),
     "in_a_model": Ward(anything=[{"a": PATIENT}]),
     "in_a_dataclass": Bed(PATIENT),
     "by_a_number": {1: PATIENT},
