@@ -526,8 +526,7 @@ class Tool:
     def examples(self) -> list[JSONObject]:
         """The module's own examples that are valid calls, in plain JSON types."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
-            examples = plain_json(self.descriptor.examples)
-            return [each for each in examples if is_valid(each["inputs"], self.input_schema)]
+            return [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
         return []
 
     def unknown(self, arguments: JSONObject) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
             arguments = {**from_json(await request.body(), allow_inf_nan=False)}
         except (TypeError, ValueError):  # JSON of something else than an object, and no JSON
             return answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
-        result = await bridge.router.run(Call(called, arguments, caller_of(request.scope), bridge.router, structured=True))
+        running = Call(called, arguments, caller_of(request.scope), bridge.router, structured=True)
+        result = await bridge.router.run(running)
         text, *files = result["content"]
         if not result["isError"]:
             content = {"content": files} if files else {}
