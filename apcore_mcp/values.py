@@ -299,16 +299,16 @@ def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None
 
 
 def marks_in(value: Any) -> JSONSchema:
-    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}`; `{}`
-    where no model in it marks anything."""
+    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}` beside
+    its own; `{}` where no model in it marks anything."""
     value = _without_numpy(value)
     parts = {name: marks_in(item) for name, item in _parts_of(value)}
     own = marks_of(type(value))
     if not any(parts.values()):
         return own
-    if _is_array(value):
-        return {"prefixItems": [*parts.values()]}
-    return {"anyOf": [own, {"properties": parts, "additionalProperties": {}}]}
+    is_array = _is_array(value)
+    inner = {"prefixItems": [*parts.values()]} if is_array else {"properties": parts, "additionalProperties": {}}
+    return {"anyOf": [own, inner]}
 
 
 def _is_open(schema: JSONSchema) -> bool:

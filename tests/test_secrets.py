@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from datetime import date
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import pytest
 from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
@@ -673,10 +673,16 @@ class Round(BaseModel):
         return PATIENT
 
 
+class Visit(NamedTuple):
+    ssn: Annotated[str, Field(json_schema_extra={"x-sensitive": True})]
+    patient: Patient
+
+
 HELD: dict[str, Any] = {
     "itself": PATIENT,
     "in_a_list": [PATIENT, {"ssn": "kept"}],
     "in_a_tuple": {"a": (1, PATIENT)},
+    "in_a_named_tuple": Visit(SECRET_TEXT, PATIENT),
     "in_a_deque": deque([PATIENT]),
     "in_a_user_list": UserList([PATIENT]),
     "in_an_array": Array([PATIENT]),
