@@ -42,14 +42,13 @@ class Task:
     when the client has waited for long enough. It ends with its call; from then on, only its result is kept."""
 
     def __init__(self, call: Call, tasks: Tasks) -> None:
-        self.call: Call | None = call
+        self.call: Call | None = call  # None once it has ended
         self.owner = None if call.caller is None else call.caller.id
         self.key = ""
         self.size = json_bytes(call.arguments)
         self.is_cancelled = False  # by its client
         self.result: bytes = b""  # of a call that has ended, as JSON
         self.error: JSONObject | None = None  # the JSON-RPC error of one that has failed
-        self.has_ended = False
         self.created = self.touched = time.time()
         self.timer: asyncio.TimerHandle | None = None  # that forgets it
         self._tasks = tasks
@@ -88,7 +87,6 @@ class Task:
         """Keep the result of the call, and nothing else of it."""
         call = self.call
         self.call = None
-        self.has_ended = True
         self.touch()
         if call is None or not self.key:
             return
@@ -102,7 +100,7 @@ class Task:
 
     def state(self) -> JSONObject:
         """What is said of a task whatever its status."""
-        kept_ms = math.ceil((self.touched - self.created + _RESULT_SECONDS) * 1000) if self.has_ended else None
+        kept_ms = None if self.call else math.ceil((self.touched - self.created + _RESULT_SECONDS) * 1000)
         return {
             "taskId": self.key,
             "createdAt": _timestamp(self.created),
