@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import date
 from decimal import Decimal
 from enum import Enum
-from typing import TYPE_CHECKING, Any, cast, get_origin
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_origin
 
 from apcore import ModuleDescriptor, ModuleError, errors
 from apcore.utils.redaction import REDACTED_VALUE
@@ -266,7 +266,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
     """Whether JSON has an array for it."""
     return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
