@@ -18,7 +18,6 @@ from typing import Any
 from . import __version__, log
 from .core import Options, options_of, run
 from .discovery import Folder
-from .stdio import take_standard_streams
 
 _CHECK = "list what would be served; fail if anything is left out or warned of"
 _AT_A_TERMINAL = "A client has to start this server (--export client); a page: --transport streamable-http --explorer"
@@ -110,6 +109,8 @@ def _run(values: dict[str, Any], repeated: list[str]) -> int:
     if form is not None:
         return _print_tools(options, folder, form, [*arguments, *repeated])
     if options.transport == "stdio":
+        from .stdio import take_standard_streams
+
         if os.isatty(0):
             print(_AT_A_TERMINAL, file=sys.stderr)
         take_standard_streams()  # before the first module runs: what it prints must not reach the client

@@ -15,15 +15,14 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mcp.shared.message import ServerMessageMetadata, SessionMessage
+from mcp_types import JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 from pydantic_core import from_json
 
 from .core import Activity, Bridge
 from .execution import daemon_threads, silence
-
-if TYPE_CHECKING:
-    from mcp.shared.message import SessionMessage
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, before calls wait for the client: some send all calls first
 
@@ -104,8 +103,6 @@ class _StdioOutput:
         self._activity = activity
 
     async def send(self, item: SessionMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCResponse
-
         # No name for the text, or it would be kept while it is written: large lists would take a third longer.
         self._writer.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
         try:
@@ -132,8 +129,6 @@ async def _stdio_messages(
 
     A line that is no message is answered with an error here: the SDK would drop it, and its sender wait for ever. A
     request counts from now on until `_StdioOutput` has written its answer, or its client has cancelled it."""
-    from mcp.shared.message import ServerMessageMetadata, SessionMessage
-    from mcp_types import JSONRPCNotification, JSONRPCRequest, jsonrpc_message_adapter
 
     async def settle_unanswered() -> None:
         bridge.activity.end()

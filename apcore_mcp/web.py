@@ -13,18 +13,27 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
+from anyio import CancelScope
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.provider import AccessToken
+from mcp.server.sse import SseServerTransport
+from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
+from mcp.server.transport_security import DEFAULT_MAX_REQUEST_BODY_SIZE, RequestBodyLimitMiddleware
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, QueryParams
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import __version__
 from .core import Bridge, Options, address_of, caller_of, logger
 from .execution import THREADS_MAX, busy_threads
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import BaseRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
@@ -78,8 +87,6 @@ class _Guard:
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        from starlette.datastructures import Headers, QueryParams
-        from starlette.responses import PlainTextResponse
 
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
@@ -105,7 +112,6 @@ class _Guard:
 def _count_posts(app: ASGIApp, bridge: Bridge) -> ASGIApp:
     """ASGI middleware, where the body has been read: the end of the server waits for POSTs that it has taken, and then
     takes no more."""
-    from starlette.responses import PlainTextResponse
 
     async def count(scope: Scope, receive: Receive, send: Send) -> None:
         answer = app
@@ -126,8 +132,6 @@ def _count_posts(app: ASGIApp, bridge: Bridge) -> ASGIApp:
 def _own_sessions(app: ASGIApp) -> ASGIApp:
     """ASGI middleware behind the user's own: a session belongs to the caller who opened it, and to others it does not
     exist. The SDK sees to that for users of its own class, so every caller becomes one."""
-    from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
-    from mcp.server.auth.provider import AccessToken
 
     async def owned(scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(Exception):  # a caller that cannot be read owns nothing: each of its calls fails for that
@@ -143,10 +147,6 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
 def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
     """ASGI middleware before everything else, as probes need no login and no name: whether the server is alive,
     `/health` (FR-HEALTH-001), and whether it can take on more, `/ready`."""
-    from starlette.middleware.exceptions import ExceptionMiddleware
-    from starlette.responses import JSONResponse, PlainTextResponse
-    from starlette.routing import Route, Router
-
     options = bridge.options
     started = time.monotonic()
 
@@ -170,11 +170,6 @@ def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
 
 def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
     """`/mcp`, or `/sse` and `/messages/`."""
-    from anyio import CancelScope
-    from mcp.server.sse import SseServerTransport
-    from mcp.server.streamable_http_manager import StreamableHTTPASGIApp
-    from starlette.routing import Mount, Route
-
     if bridge.options.transport != "sse":
         return [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     transport = SseServerTransport("/messages/")
@@ -200,12 +195,6 @@ def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
 
 async def http_app(bridge: Bridge) -> Starlette:
     """The ASGI app of one bridge. By a request's headers, who may not come in is refused before its body is read."""
-    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-    from mcp.server.transport_security import DEFAULT_MAX_REQUEST_BODY_SIZE, RequestBodyLimitMiddleware
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.routing import Mount, Router
-
     options = bridge.options
     limits: dict[str, Any] = {}
     if not options.stateless:
@@ -240,22 +229,21 @@ async def http_app(bridge: Bridge) -> Starlette:
     return app
 
 
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone: uvicorn would take them over, and raise them again at its end."""
+        yield
+
+
 @asynccontextmanager
 async def serve_http(bridge: Bridge) -> AsyncIterator[asyncio.Task[None]]:
     """Serve HTTP on the options' host and port. Yields a task that only ends if the HTTP server does."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Leave the signals alone: uvicorn would take them over, and raise them again at its end."""
-            yield
-
     host, port = bridge.options.host, bridge.options.port
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms for a delayed ACK
     config = uvicorn.Config(await http_app(bridge), lifespan="off", log_config=None, access_log=False)
-    http = Server(config)
+    http = _Server(config)
     serving = asyncio.create_task(http.serve([listener]))
 
     @bridge.entrance.callback

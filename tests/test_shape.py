@@ -32,7 +32,7 @@ TREES = {name: ast.parse(text) for name, text in FILES.items()}
 # What each file may import of the package, and what only inside of a function: there it may be missing.
 ALWAYS = {
     "__init__": {"approval", "core", "discovery", "openai"},
-    "__main__": {"core", "discovery", "log", "stdio"},
+    "__main__": {"core", "discovery", "log"},
     "core": {"approval", "discovery", "execution", "log", "schemas", "values"},
     "openai": {"core", "schemas", "values"},
     "explorer": {"core"},
@@ -45,7 +45,7 @@ ALWAYS = {
     "web": {"core", "execution"},
 }
 LATER = {
-    "__main__": {"export"},
+    "__main__": {"export", "stdio"},
     "core": {"explorer", "metrics", "search", "stdio", "tasks", "web"},
     "openai": {"search"},
     "values": {"execution"},
@@ -201,7 +201,7 @@ def test_the_package_is_small() -> None:
 
 def test_the_package_only_shrinks() -> None:
     """Until it is as small as it is to be. This figure goes down, never up."""
-    assert sum(map(lines_of_code, FILES)) <= 4_190
+    assert sum(map(lines_of_code, FILES)) <= 4_176
 
 
 @pytest.mark.parametrize("name", sorted(FILES.keys() - {"core"}))
