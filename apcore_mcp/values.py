@@ -326,7 +326,7 @@ class Output:
 
     A function's return hint and a class's model are pydantic's, which checks and writes by them: its serializers and
     aliases hold. A dict schema, and what nothing declares, is written by JSON's rules. Everything but a dict and a
-    model is put under `result`, as apcore promises it."""
+    model is put under `result`, as apcore promises it, and so is a model that is no object."""
 
     def __init__(self, module: Any, descriptor: ModuleDescriptor, function: Function | None) -> None:
         self._function = function
