@@ -9,6 +9,7 @@ to these handlers is the protocol `Call`.
 from __future__ import annotations
 
 import contextvars
+import enum
 import json
 import logging
 import re
@@ -32,6 +33,16 @@ QUESTION_KEY = "approval"  # of the question on the wire
 NOBODY = "nobody can be asked"  # why our own handlers reject a call whose user cannot be asked
 
 
+class Way(enum.Enum):
+    """The way by which the user of a call can be asked."""
+
+    NONE = enum.auto()  # nobody is there, or nothing can be sent
+    UNDECLARED = enum.auto()  # one of the last two, if its client declared that it shows forms
+    REQUEST = enum.auto()  # by a request of the server's (before 2026-07-28)
+    RESULT = enum.auto()  # by a result that is the question: the call waits for its client's retry
+    STATE = enum.auto()  # the same, but nothing waits: the retry begins the call anew, on whichever server
+
+
 class Subject(Protocol):
     """The module that is to run."""
 
@@ -53,12 +64,9 @@ class Call(Protocol):
     """What a tool call is to the handlers here."""
 
     label: str  # as lines of the log name it
-    can_ask: bool  # whether its user can be asked now
-    could_ask: bool  # or could at any time before
-    has_forms: bool  # whether its client shows forms
-    is_multi_round: bool  # whether its client could be asked if it declared elicitation
-    confirms: bool  # whether the answer comes with a second request, to whichever server
-    confirmation: Any  # that answer; None before it
+    way: Way  # by which its user can be asked now
+    could_ask: bool  # whether there was one at any time
+    confirmation: Any  # the answer that came with a retry; None before it (Way.STATE)
     approver: ApprovalHandler | None  # by the `approval=` of its server; None leaves it to apcore
 
     def owns(self, context: Context[Any]) -> bool:
@@ -113,26 +121,26 @@ class ElicitationApprovalHandler:
         return ApprovalResult("rejected")
 
     async def _decide(self, request: ApprovalRequest, call: Call, subject: Subject) -> ApprovalResult:
-        confirms = call.confirms and call.owns(request.context)
-        if call.can_ask:
+        by_state = call.way is Way.STATE and call.owns(request.context)
+        if call.way in (Way.REQUEST, Way.RESULT):
             answer = await call.elicit(_question(request, subject), _FORM, QUESTION_KEY)
-        elif confirms and call.has_forms and call.confirmation is None:
+        elif by_state and call.confirmation is None:
             # apcore's own word for it. The router sends the question, and the answer begins the call anew.
             question = {"message": _question(request, subject), "requestedSchema": _FORM}
             return ApprovalResult("pending", metadata=question)
-        elif confirms and call.has_forms:
+        elif by_state:
             answer = call.content_of(call.confirmation, _FORM)
         else:
-            return self._unasked(request, call, confirms or call.is_multi_round)
+            return self._unasked(request, call)
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
         logger.info("%s: %s was %s by its user", call.label, request.module_id, result.status)
         return result
 
-    def _unasked(self, request: ApprovalRequest, call: Call, lacks_capability: bool) -> ApprovalResult:
+    def _unasked(self, request: ApprovalRequest, call: Call) -> ApprovalResult:
         """The decision about a call whose user cannot be asked."""
         text = "%s: %s is refused, as its user cannot be asked for approval (see approval=, --approval)"
         logger.warning(text, call.label, request.module_id)
-        return ApprovalResult("rejected", reason=NOBODY, metadata={"lacks_capability": lacks_capability})
+        return ApprovalResult("rejected", reason=NOBODY)
 
 
 class _AskOrLetThrough(ElicitationApprovalHandler):
@@ -141,10 +149,10 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     It lets through what apcore would without us: nothing under a strict policy, and none of apcore's control modules,
     as the caller may be anybody. What is left of a call that has ended, or whose user could be asked, is rejected."""
 
-    def _unasked(self, request: ApprovalRequest, call: Call, lacks_capability: bool) -> ApprovalResult:
+    def _unasked(self, request: ApprovalRequest, call: Call) -> ApprovalResult:
         is_strict = request.context.executor.governance_state().policy_strict
         if call.could_ask or is_strict or request.module_id.startswith(CONTROL):
-            return super()._unasked(request, call, lacks_capability)
+            return super()._unasked(request, call)
         text = "%s: %s is let through without approval, as its user cannot be asked"
         logger.warning(text, call.label, request.module_id)
         return ApprovalResult("approved")

@@ -63,7 +63,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from . import __version__
-from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, approver_of, call_of, handler_in_place
+from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, Way, approver_of, call_of, handler_in_place
 from .discovery import Folder
 from .execution import Function, daemon_threads, function_of, silence, steps_in_place
 from .log import log_to_stderr, values_hidden
@@ -943,9 +943,7 @@ class Catalog:
             if options.read_only and not (descriptor.annotations or _DEFAULT_ANNOTATIONS).readonly:
                 return None
             tool = Tool(descriptor, module, options)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # one bad module never takes the others down, whatever it raises
+        except (Exception, SystemExit) as error:  # one bad module never takes the others down
             warn(f"Module {module_id} is left out: {type(error).__name__}: {text_of(error)}", self.left_out)
             return None
         for warning in tool.warnings:
@@ -1275,12 +1273,9 @@ class Call:
         self.request_id: Any = None
         self.has_progress_token = False
         self.trace: dict[str, str] = {}  # the client's span, where it sent one (SEP-414)
-        self.is_multi_round = False  # whether questions answer the request, and the call waits for a retry (2026-07-28)
         self.knows_tasks = False
-        self.has_forms = False
-        self.can_ask = False
+        self.way = Way.NONE
         self.could_ask = False
-        self.confirms = False
         self.confirmation: Any = None
         self.is_parked = False
         self._keys: Counter[str] = Counter()  # of all questions that it has asked
@@ -1300,15 +1295,18 @@ class Call:
         self.has_progress_token = "progress_token" in meta
         spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
         self.trace = {key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512}
-        # A server without sessions may be one of many: the answer could reach another one than the one that asked.
-        self.is_multi_round = ctx.protocol_version >= MODERN and not options.stateless
         capabilities = ctx.session.client_capabilities
-        self.knows_tasks = self.is_multi_round and TASKS_EXTENSION in (getattr(capabilities, "extensions", None) or {})
+        extensions = getattr(capabilities, "extensions", None) or {}
         forms = getattr(capabilities, "elicitation", None)
-        self.has_forms = bool(forms and (forms.form or not forms.url))  # `{}` means forms (MCP 2025-11-25)
-        self.can_ask = self.has_forms and (self.is_multi_round or ctx.session.can_send_request)
-        self.could_ask = self.could_ask or self.can_ask
-        self.confirms = ctx.protocol_version >= MODERN and options.state_key is not None
+        has_forms = bool(forms and (forms.form or not forms.url))  # `{}` means forms (MCP 2025-11-25)
+        self.knows_tasks = ctx.protocol_version >= MODERN and not options.stateless and TASKS_EXTENSION in extensions
+        # A server without sessions may be one of many: the answer could reach another one than the one that asked.
+        if ctx.protocol_version >= MODERN and (options.state_key or not options.stateless):
+            by_retry = Way.STATE if options.stateless else Way.RESULT
+            self.way = by_retry if has_forms else Way.UNDECLARED
+        else:
+            self.way = Way.REQUEST if has_forms and ctx.session.can_send_request else Way.NONE
+        self.could_ask = self.could_ask or self.way in (Way.REQUEST, Way.RESULT)
 
     def detach(self) -> None:
         """Go on without a request: what is sent to one after its answer is an error."""
@@ -1318,7 +1316,7 @@ class Call:
     @property
     def is_working(self) -> bool:
         """Whether it has nothing to answer a request with: no outcome and, from 2026-07-28 on, no question."""
-        return self.outcome is None and not (self.is_multi_round and self.questions)
+        return self.outcome is None and (not self.questions or self.way is Way.REQUEST)
 
     async def turn(self) -> None:
         """Wait until it may have stopped working."""
@@ -1347,7 +1345,7 @@ class Call:
         self.modules.clear()
         self.output_json = None
         self.session = None
-        self.can_ask = False
+        self.way = Way.NONE
         self.could_ask = True  # for what is left of it, so that it is not let through
         for question in self.questions.values():
             question.answer.cancel()
@@ -1444,14 +1442,14 @@ class Call:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         form = form_of(requested_schema)
         message = text_of(message)
-        if not self.can_ask:
+        if self.way not in (Way.REQUEST, Way.RESULT):
             return None
         if not self.router.may_wait(self):
             self.is_refused = True
             self.cancel()
             return None
         answer: asyncio.Future[Any]
-        if self.is_multi_round:
+        if self.way is Way.RESULT:
             answer = self.loop.create_future()
         else:
             answer = self.loop.create_task(self.session.elicit_form(message, form, self.request_id))
@@ -1738,7 +1736,7 @@ class ExecutionRouter:
         if call.is_refused:
             # Agents of the handshake versions show their model a tool's error, but may stop at one of the protocol.
             result = failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
-            return protocol_error(-32000, _TOO_MANY) if call.is_multi_round else result
+            return protocol_error(-32000, _TOO_MANY) if call.way is Way.RESULT else result
         if call.running is not None and call.running.cancelling():
             return failure(SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
         if isinstance(error, errors.ApprovalPendingError) and "requestedSchema" in (error.result.metadata or {}):
@@ -1754,8 +1752,7 @@ class ExecutionRouter:
             cause = cause.__context__
         mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, trace_id, self.options.mask_errors)
         result = mapper.to_result(error)
-        denied = error.result if isinstance(error, errors.ApprovalDeniedError) else None
-        if denied is not None and denied.reason == NOBODY and (denied.metadata or {}).get("lacks_capability"):
+        if isinstance(error, errors.ApprovalDeniedError) and error.reason == NOBODY and call.way is Way.UNDECLARED:
             data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
             return protocol_error(-32021, "Client did not declare form elicitation", data)
         return result

@@ -160,11 +160,10 @@ def plain_json(value: Any) -> Any:
 
 
 def is_json(value: Any) -> bool:
-    try:
+    with suppress(ValueError):
         plain_json(value)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_mark(schema: JSONSchema) -> bool:

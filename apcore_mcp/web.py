@@ -153,8 +153,8 @@ def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
     async def health(request: Request) -> Response:
         count = len(bridge.catalog.tools)
         about = {"status": "ok", "module_count": count, "tools_count": count}
-        uptime = time.monotonic() - started
-        return JSONResponse({**about, "uptime_seconds": uptime, "version": options.version or __version__})
+        version = options.version or __version__
+        return JSONResponse({**about, "uptime_seconds": time.monotonic() - started, "version": version})
 
     async def ready(request: Request) -> Response:
         reason = "the server ends" if bridge.deadline else ""

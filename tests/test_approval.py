@@ -974,7 +974,6 @@ async def test_who_cannot_be_asked_is_told_so() -> None:
     with replica(ran) as url:
         async with wire_of(url, None) as wire:
             assert await outcome_of(wire.client, "burn") == LACKS_ELICITATION
-            assert await outcome_of(wire.client, "below", {"disk": "a"}) == UNASKED
         async with wire_of(url, mode=HANDSHAKE) as wire:
             assert await outcome_of(wire.client, "burn") == UNASKED
     with replica(ran, approval="auto") as url:
