@@ -13,7 +13,7 @@ from apcore.approval import ApprovalResult
 from apcore.errors import ApprovalDeniedError
 
 from apcore_mcp import elicit, report_progress, serve
-from apcore_mcp.approval import NOBODY
+from apcore_mcp.approval import NOBODY, Way, call_of
 
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -120,7 +120,8 @@ async def fail_late(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 
 async def break_protocol(inputs: dict[str, Any], context: Any) -> Any:
     """Fails as the call of what needs approval does for a client that cannot be asked; the suite's can."""
-    raise ApprovalDeniedError(ApprovalResult("rejected", reason=NOBODY, metadata={"lacks_capability": True}))
+    call_of(context).way = Way.UNDECLARED
+    raise ApprovalDeniedError(ApprovalResult("rejected", reason=NOBODY))
 
 
 async def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
