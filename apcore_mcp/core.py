@@ -661,7 +661,7 @@ class _ResultMapper:
             is_changed = text != output_json
             value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
-                value = redact(value, *tool.marks)
+                value = redact(value, *tool.marks, marks_in(output) if is_changed and tool.redacts else {})
                 if tool.media:
                     value = {**value}
                     files = _take_files(tool, value)

@@ -749,6 +749,18 @@ async def test_a_model_is_redacted_in_a_binding() -> None:
                 assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False), name
 
 
+async def test_a_model_that_middleware_puts_in_is_redacted() -> None:
+    class Filling(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            return {"patients": deque([PATIENT])}
+
+    for redacts in (True, False):
+        executor = Executor(registry_of({"a.class": gives({})}), middlewares=[Filling()])
+        async with connect(executor, redact_output=redacts) as client:
+            text = (await client.call_tool("a.class", {})).model_dump_json(by_alias=True)
+        assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, redacts, not redacts)
+
+
 class Patients(RootModel[list[Patient]]): ...
 
 
