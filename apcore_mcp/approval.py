@@ -166,8 +166,7 @@ class _ValidFirst:
         self._handler = handler
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        call: Call = call_of(request.context)
-        with _decision_time(request, call.subject(request.module_id)):
+        with _decision_time(request, call_of(request.context).subject(request.module_id)):
             return await self._handler.request_approval(request)
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:

@@ -578,10 +578,9 @@ class Tool:
         if self.has_secret_inputs and isinstance(self.model, ModelType):
             read = self._read(arguments)
             schema = TypeAdapter(self.model).json_schema(mode="serialization", by_alias=False)
-            given = read.model_dump(mode="json", include=read.model_fields_set, fallback=str, warnings=False)
-            known = redact(given, marks_of_schema(SchemaConverter().inline(schema)), hides_others=False)
-            others = plain.keys() - {*names, *self.model.model_fields, *given}
-            return known, dict.fromkeys(others, REDACTED_VALUE)
+            given = read.model_dump(mode="json", include=read.model_fields_set, fallback=_kind, warnings=False)
+            known = redact(given, marks_of_schema(SchemaConverter().inline(schema)), marks_in(read), hides_others=False)
+            return known, dict.fromkeys(plain.keys() - {*names, *self.model.model_fields, *given}, REDACTED_VALUE)
         plain = redact(plain, marks_of_schema(self.input_schema), marks_in(arguments), hides_others=False)
         if plain == REDACTED_VALUE:  # the schema as a whole is marked
             plain = dict.fromkeys(arguments, REDACTED_VALUE)
@@ -589,9 +588,15 @@ class Tool:
         return known, plain
 
 
-def _to_show(value: Any) -> Any:
+def _kind(item: Any) -> str:
+    """What a question shows of a value that nothing describes: its text, but of one that holds others only its type, as
+    its text may quote what these mark."""
+    return f"<{type(item).__name__}>" if hasattr(item, "__iter__") else str(item)
+
+
+def _to_show(item: Any) -> Any:
     """What a question shows of a value that JSON has not, without using up an iterator."""
-    return str(value) if isinstance(value, Iterator) else to_jsonable_python(value, bytes_mode="base64", fallback=str)
+    return _kind(item) if isinstance(item, Iterator) else to_jsonable_python(item, bytes_mode="base64", fallback=_kind)
 
 
 def _as_listed(definition: JSONObject) -> JSONObject:

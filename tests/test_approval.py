@@ -12,7 +12,8 @@ import queue
 import re
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from datetime import date
 from decimal import Decimal
 from enum import Enum
@@ -820,6 +821,38 @@ async def test_python_values_of_a_module_are_valid() -> None:
     modules = {"files.write": function, "call": call}
     async with connect(modules, client=asking(APPROVE)[0]) as client, asyncio.timeout(20):
         assert (await client.call_tool("call")).structured_content == {"result": "LARGE {'a'} x 2026"}
+
+
+class Shelf:
+    """What holds others, and quotes them in its text."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held)
+
+    def __str__(self) -> str:
+        return str(self.held)
+
+
+async def test_what_marked_values_of_a_module_mark_is_hidden() -> None:
+    """Also under a hint that says nothing, beside one that marks something itself."""
+    address = Address(street="x", code="s3cret")
+    held = {"itself": address, "list": [address], "deque": deque([address]), "shelf": Shelf([address])}
+
+    def write(anything: Any, address: Address) -> str:
+        return "done"
+
+    async def call(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async("files.write", {"anything": held, "address": address}, context)
+
+    arguments, asked = asking(APPROVE)
+    function = FunctionModule(write, "files.write", annotations=ModuleAnnotations(requires_approval=True))
+    async with connect({"files.write": function, "call": call}, client=arguments) as client, asyncio.timeout(20):
+        assert (await client.call_tool("call")).structured_content == {"result": "done"}
+    assert (asked[0].message.count(HIDDEN), asked[0].message.count("s3cret")) == (4, 0)
+    assert '"shelf": "<Shelf>"' in asked[0].message
 
 
 # ---- Without state: one server asks, any other begins the call ----
