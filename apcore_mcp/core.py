@@ -79,6 +79,7 @@ from .schemas import (
     admits_object,
     branches,
     form_of,
+    integral,
     is_valid,
     map_subschemas,
     marks_of,
@@ -101,7 +102,6 @@ from .values import (
     as_json,
     fault_at,
     faults_in,
-    integral,
     marks_in,
     not_json,
     pydantic_faults,
@@ -1294,7 +1294,6 @@ class Call:
         """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
         options = self.router.options
         self.session = ctx.session
-        self.request_id = ctx.request_id
         # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
         meta: Mapping[str, Any] = ctx.meta or {}
         self.has_progress_token = "progress_token" in meta
@@ -1311,6 +1310,7 @@ class Call:
             self.way = by_retry if has_forms else Way.UNDECLARED
         else:
             self.way = Way.REQUEST if has_forms and ctx.session.can_send_request else Way.NONE
+            self.request_id = ctx.request_id  # kept for no other way: it may be as large as a request
         self.could_ask = self.could_ask or self.way in (Way.REQUEST, Way.RESULT)
 
     def detach(self) -> None:

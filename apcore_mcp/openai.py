@@ -22,12 +22,12 @@ from .schemas import (
     JSONObject,
     JSONSchema,
     in_place,
+    integral,
     is_valid,
     part_schemas,
     properties_of,
     types_of,
 )
-from .values import integral
 
 __all__ = ["from_openai_call", "from_openai_name", "run_openai_call"]
 

@@ -166,6 +166,15 @@ def is_json(value: Any) -> bool:
     return False
 
 
+def integral(value: Any) -> Any:
+    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {name: integral(item) for name, item in value.items()}
+    return [*map(integral, value)] if isinstance(value, list) else value
+
+
 def _is_mark(schema: JSONSchema) -> bool:
     """Whether `schema` itself marks its values as sensitive, as pydantic's SecretStr does."""
     is_secret = schema.get("format") == "password" and schema.get("writeOnly") is True

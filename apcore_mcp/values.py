@@ -144,15 +144,6 @@ def schema_faults(schema: JSONSchema, values: Any) -> list[dict[str, str]]:
     return [fault_at(leaf.absolute_path, leaf.validator, leaf.message) for leaf in leaves]
 
 
-def integral(value: Any) -> Any:
-    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, dict):
-        return {name: integral(item) for name, item in value.items()}
-    return [*map(integral, value)] if isinstance(value, list) else value
-
-
 # ---- Output ----
 
 
@@ -183,22 +174,27 @@ def _unknown(value: Any) -> Any:
     return text
 
 
-def _without_numpy(value: Any) -> Any:
-    """Copy containers with the values of NumPy's arrays and scalars; moments and durations are Python's. A
-    frame or a Series is none of them: it has an index beside its values."""
-    if isinstance(value, dict):
-        return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_without_numpy, value))
+def _unpacked(value: Any) -> Any:
+    """The values of a NumPy array or scalar, moments and durations as Python's; anything else as it is. A frame or a
+    Series is none of them: it has an index beside its values."""
     if not hasattr(value, "tolist") or hasattr(value, "index"):
         return value
     dtype = str(getattr(value, "dtype", ""))
     if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
         value = value.astype(dtype.replace("ns", "us"))
-    return _without_numpy(value.tolist())
+    return value.tolist()
+
+
+def _without_numpy(value: Any) -> Any:
+    """Copy containers, at every depth, with the values of NumPy's arrays and scalars."""
+    value = _unpacked(value)
+    if isinstance(value, dict):
+        return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
+    return type(value)(map(_without_numpy, value)) if type(value) in (list, tuple, set) else value
 
 
 def _name_in_json(key: Any) -> str:
+    key = _unpacked(key)
     return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
 
 
@@ -238,7 +234,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, Decimal) and value.is_finite():
         types = {name for schema in schemas for name in types_of(schema)}
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
-    value = _without_numpy(value.value if isinstance(value, Enum) else value)
+    value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
     if value is None or type(value) in (str, bool, int, float):
@@ -256,7 +252,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             written[name] = as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
         return written
     if _is_array(value):
-        parts = [[*in_place(*part_schemas(schemas, index))] for index in range(len(value))]
+        parts = [[*in_place(*part_schemas(schemas, i))] for i in range(len(value))] if schemas else [[]] * len(value)
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
         return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
     if isinstance(value, Iterator):  # which pydantic would use up
@@ -301,7 +297,7 @@ def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None
 def marks_in(value: Any) -> JSONSchema:
     """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}` beside
     its own; `{}` where no model in it marks anything."""
-    value = _without_numpy(value)
+    value = _unpacked(value)
     parts = {name: marks_in(item) for name, item in _parts_of(value)}
     own = marks_of(type(value))
     if not any(parts.values()):
