@@ -66,6 +66,7 @@ from . import __version__
 from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, Way, approver_of, call_of, handler_in_place
 from .discovery import Folder
 from .execution import Function, daemon_threads, function_of, silence, steps_in_place
+from .faults import FAULTS_MAX, fault_at, faults_in, pydantic_faults, schema_faults
 from .log import log_to_stderr, values_hidden
 from .schemas import (
     CONSTRAINTS,
@@ -93,22 +94,10 @@ from .schemas import (
     promise_of,
     properties_of,
     subschemas,
+    text_of,
     types_of,
 )
-from .values import (
-    FAULTS_MAX,
-    Output,
-    RefusedOutput,
-    as_json,
-    fault_at,
-    faults_in,
-    marks_in,
-    not_json,
-    pydantic_faults,
-    redact,
-    schema_faults,
-    text_of,
-)
+from .values import Output, RefusedOutput, as_json, marks_in, not_json, redact
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext

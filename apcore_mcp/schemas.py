@@ -166,6 +166,11 @@ def is_json(value: Any) -> bool:
     return False
 
 
+def text_of(value: object) -> str:
+    """A text of a module's for people to read, as JSON can carry it: half of a surrogate pair becomes `?`."""
+    return str(value).encode(errors="replace").decode()
+
+
 def integral(value: Any) -> Any:
     """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
