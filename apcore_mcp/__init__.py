@@ -14,18 +14,10 @@ Without Python: `python -m apcore_mcp --extensions-dir ./extensions`.
 __version__ = "1.0.0"
 
 from .approval import ElicitationApprovalHandler
-from .core import (
-    MCP_ELICIT_KEY,
-    MCP_PROGRESS_KEY,
-    MCPServer,
-    async_serve,
-    elicit,
-    report_progress,
-    serve,
-    to_openai_tools,
-)
+from .conversation import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, elicit, report_progress
+from .core import MCPServer, async_serve, serve
 from .discovery import discover
-from .openai import from_openai_call, from_openai_name, run_openai_call
+from .openai import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
 __all__ = ["MCPServer", "async_serve", "discover", "from_openai_call", "from_openai_name", "serve", "to_openai_tools"]
 # What a module may use, which stays callable without a server.

@@ -16,8 +16,9 @@ import sys
 from typing import Any
 
 from . import __version__, log
-from .core import Options, options_of, run
+from .core import run
 from .discovery import Folder
+from .options import Options, options_of
 
 _CHECK = "list what would be served; fail if anything is left out or warned of"
 _AT_A_TERMINAL = "A client has to start this server (--export client); a page: --transport streamable-http --explorer"

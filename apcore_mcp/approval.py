@@ -2,14 +2,11 @@
 
 It plugs into apcore's approval gate, as an `ApprovalHandler`: `ElicitationApprovalHandler` asks the user of a call, and
 `handler_in_place()` gives the gates that have no handler one that leaves the decision to the server of each call.
-Without it, apcore would let every call run that needs approval. Nothing here is imported from `core.py`: what a call is
-to these handlers is the protocol `Call`.
+Without it, apcore would let every call run that needs approval.
 """
 
 from __future__ import annotations
 
-import contextvars
-import enum
 import json
 import logging
 import re
@@ -17,85 +14,23 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.builtin_steps import BuiltinApprovalGate
-from apcore.context import Context
 from apcore.pipeline import ExecutionStrategy
 
-__all__ = ["ElicitationApprovalHandler", "approver_of", "call_of", "handler_in_place"]
+from .arguments import Arguments
+from .call import RunningCall, call_of
+from .client import Way
+
+__all__ = ["CONTROL", "NOBODY", "QUESTION_KEY", "ElicitationApprovalHandler", "approver_of", "handler_in_place"]
 
 logger = logging.getLogger("apcore_mcp")
 
 CONTROL = "system.control."  # begins the ids of apcore's modules that configure and reload the application
 QUESTION_KEY = "approval"  # of the question on the wire
 NOBODY = "nobody can be asked"  # why our own handlers reject a call whose user cannot be asked
-
-
-class Way(enum.Enum):
-    """The way by which the user of a call can be asked."""
-
-    NONE = enum.auto()  # nobody is there, or nothing can be sent
-    UNDECLARED = enum.auto()  # one of the last two, if its client declared that it shows forms
-    REQUEST = enum.auto()  # by a request of the server's (before 2026-07-28)
-    RESULT = enum.auto()  # by a result that is the question: the call waits for its client's retry
-    STATE = enum.auto()  # the same, but nothing waits: the retry begins the call anew, on whichever server
-
-
-class Subject(Protocol):
-    """The module that is to run."""
-
-    @property
-    def summary(self) -> str:
-        """What it does, as its tool's description begins."""
-        ...
-
-    def check(self, arguments: dict[str, Any]) -> None:
-        """Raise apcore's SchemaValidationError for arguments that the module would refuse."""
-        ...
-
-    def shown(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments as plain JSON, with sensitive ones hidden: those that the schema names, and the others."""
-        ...
-
-
-class Call(Protocol):
-    """What a tool call is to the handlers here."""
-
-    label: str  # as lines of the log name it
-    way: Way  # by which its user can be asked now
-    could_ask: bool  # whether there was one at any time
-    confirmation: Any  # the answer that came with a retry; None before it (Way.STATE)
-    approver: ApprovalHandler | None  # by the `approval=` of its server; None leaves it to apcore
-
-    def owns(self, context: Context[Any]) -> bool:
-        """Whether `context` is that of the tool's own module, and not of what that module calls."""
-        ...
-
-    def subject(self, module_id: str) -> Subject:
-        """The module of that id."""
-        ...
-
-    async def elicit(self, message: str, schema: dict[str, Any], key: str) -> dict[str, Any] | None:
-        """Ask the user, and wait for the answer; None for no answer."""
-        ...
-
-    def content_of(self, answer: Any, schema: dict[str, Any]) -> dict[str, Any] | None:
-        """What `answer`, of a client, says by `schema`; None where it says nothing."""
-        ...
-
-
-# The call that code runs for: modules may call others without passing on their context, also from tasks and threads.
-CURRENT_CALL: contextvars.ContextVar[Any] = contextvars.ContextVar("apcore_mcp_call", default=None)
-CALL_KEY = "_mcp_call"
-
-
-def call_of(context: Context[Any] | None) -> Any:
-    """The tool call that a module runs for, by its context, or without one that of the running code; None where no
-    server was called."""
-    data = None if context is None else context.data.get(CALL_KEY)
-    return data or CURRENT_CALL.get()
 
 
 _FIELD = {"type": "boolean", "title": "Let it run", "default": False}
@@ -109,37 +44,38 @@ class ElicitationApprovalHandler:
     asked, as when it did not come through MCP. Source: FR-ANNOT-006."""
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        call: Call | None = call_of(request.context)
+        call = call_of(request.context)
         if call is None:
             return ApprovalResult("rejected", reason=NOBODY)
-        subject = call.subject(request.module_id)
-        with _decision_time(request, subject):
-            return await self._decide(request, call, subject)
+        description, arguments = _taken_by(call, request)
+        with _decision_time(request, arguments):
+            return await self._decide(request, call, _question(request, description, arguments))
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         """Rejects: a user answers the question, and what a client sends as a token is no answer."""
         return ApprovalResult("rejected")
 
-    async def _decide(self, request: ApprovalRequest, call: Call, subject: Subject) -> ApprovalResult:
-        by_state = call.way is Way.STATE and call.owns(request.context)
-        if call.way in (Way.REQUEST, Way.RESULT):
-            answer = await call.elicit(_question(request, subject), _FORM, QUESTION_KEY)
-        elif by_state and call.confirmation is None:
+    async def _decide(self, request: ApprovalRequest, call: RunningCall, question: str) -> ApprovalResult:
+        conversation = call.conversation
+        way = conversation.client.way
+        by_state = way is Way.STATE and call.owns(request.context)
+        if way in (Way.REQUEST, Way.RESULT):
+            answer = await conversation.elicit(question, _FORM, QUESTION_KEY)
+        elif by_state and conversation.confirmation is None:
             # apcore's own word for it. The router sends the question, and the answer begins the call anew.
-            question = {"message": _question(request, subject), "requestedSchema": _FORM}
-            return ApprovalResult("pending", metadata=question)
+            return ApprovalResult("pending", metadata={"message": question, "requestedSchema": _FORM})
         elif by_state:
-            answer = call.content_of(call.confirmation, _FORM)
+            answer = conversation.read(conversation.confirmation, _FORM)
         else:
-            return self._unasked(request, call)
+            return self._without_answer(request, call)
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
-        logger.info("%s: %s was %s by its user", call.label, request.module_id, result.status)
+        logger.info("%s: %s was %s by its user", conversation.label, request.module_id, result.status)
         return result
 
-    def _unasked(self, request: ApprovalRequest, call: Call) -> ApprovalResult:
+    def _without_answer(self, request: ApprovalRequest, call: RunningCall) -> ApprovalResult:
         """The decision about a call whose user cannot be asked."""
         text = "%s: %s is refused, as its user cannot be asked for approval (see approval=, --approval)"
-        logger.warning(text, call.label, request.module_id)
+        logger.warning(text, call.conversation.label, request.module_id)
         return ApprovalResult("rejected", reason=NOBODY)
 
 
@@ -147,14 +83,14 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
     """Asks the user who made a call, and lets it through with a WARNING when its user cannot be asked.
 
     It lets through what apcore would without us: nothing under a strict policy, and none of apcore's control modules,
-    as the caller may be anybody. What is left of a call that has ended, or whose user could be asked, is rejected."""
+    as the caller may be anybody. A call that has ended, or whose user could be asked at any time, is rejected."""
 
-    def _unasked(self, request: ApprovalRequest, call: Call) -> ApprovalResult:
+    def _without_answer(self, request: ApprovalRequest, call: RunningCall) -> ApprovalResult:
         is_strict = request.context.executor.governance_state().policy_strict
-        if call.could_ask or is_strict or request.module_id.startswith(CONTROL):
-            return super()._unasked(request, call)
+        if call.conversation.could_ask or is_strict or request.module_id.startswith(CONTROL):
+            return super()._without_answer(request, call)
         text = "%s: %s is let through without approval, as its user cannot be asked"
-        logger.warning(text, call.label, request.module_id)
+        logger.warning(text, call.conversation.label, request.module_id)
         return ApprovalResult("approved")
 
 
@@ -166,17 +102,26 @@ class _ValidFirst:
         self._handler = handler
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        with _decision_time(request, call_of(request.context).subject(request.module_id)):
+        call = call_of(request.context)
+        if call is None:
+            return await self._handler.request_approval(request)
+        with _decision_time(request, _taken_by(call, request)[1]):
             return await self._handler.request_approval(request)
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         return await self._handler.check_approval(approval_id)
 
 
+def _taken_by(call: RunningCall, request: ApprovalRequest) -> tuple[str, Arguments]:
+    """What the module does that is to run, and what it takes: that of the Executor which asks, whatever module of the
+    same id the server of the call has."""
+    return call.takes(request.module_id, request.context.executor.registry)
+
+
 @contextmanager
-def _decision_time(request: ApprovalRequest, subject: Subject) -> Iterator[None]:
+def _decision_time(request: ApprovalRequest, arguments: Arguments) -> Iterator[None]:
     """While a person decides about valid arguments, the time of the call does not go on."""
-    subject.check(request.arguments)
+    arguments.check(request.arguments)
     started = time.time()
     try:
         yield
@@ -203,24 +148,29 @@ class _ByServer:
     call that came to no server runs as it would without us."""
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
-        call: Call | None = call_of(request.context)
+        call = call_of(request.context)
         if call is None or call.approver is None:
             is_strict = request.context.executor.governance_state().policy_strict
             return ApprovalResult("rejected" if is_strict else "approved")
         return await call.approver.request_approval(request)
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
-        call: Call | None = CURRENT_CALL.get()
+        call = call_of(None)
         if call is None or call.approver is None:
             return ApprovalResult("rejected")
         return await call.approver.check_approval(approval_id)
+
+
+def gates_of(strategy: ExecutionStrategy) -> list[BuiltinApprovalGate]:
+    """The steps that ask a handler whether a call may run."""
+    return [step for step in strategy.steps if isinstance(step, BuiltinApprovalGate)]
 
 
 @contextmanager
 def handler_in_place(strategy: ExecutionStrategy) -> Iterator[None]:
     """Meanwhile, let the server of each call decide in the approval gates that have no handler of their own."""
     handler = _ByServer()
-    gates = [step for step in strategy.steps if isinstance(step, BuiltinApprovalGate)]
+    gates = gates_of(strategy)
     for gate in gates:
         if gate.handler is None:
             gate.set_handler(handler)
@@ -239,15 +189,15 @@ _ARGUMENTS_MAX = 100
 _CHARACTERS_MAX = 1_000  # of an argument, as JSON
 
 
-def _question(request: ApprovalRequest, subject: Subject) -> str:
+def _question(request: ApprovalRequest, description: str, arguments: Arguments) -> str:
     """What a person is asked about a call: what the module does, what is dangerous about it, and what it is called
     with, a line for each argument. Those that the schema names come first, however many others the caller sends."""
     lines = [f"Let {request.module_id} run?"]
-    if subject.summary:
-        lines.append(_first_sentence(subject.summary))
+    if description:
+        lines.append(_first_sentence(description))
     if request.annotations.destructive:
         lines.append("It is annotated as destructive: what it does may not be undone.")
-    known, others = subject.shown(request.arguments)
+    known, others = arguments.shown(request.arguments)
     shown = [_line(name, value) for name, value in [*known.items(), *others.items()][:_ARGUMENTS_MAX]]
     lines.append("Arguments:" if shown else "Arguments: none")
     lines += shown[: len(known)]

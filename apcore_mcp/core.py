@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextvars
 import dataclasses
 import functools
 import hashlib
 import inspect
-import ipaddress
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -39,63 +36,60 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urljoin
 
-from apcore import ACL, APCore, Config, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
+from apcore import ACL, APCore, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
 from apcore.approval import ApprovalHandler
 from apcore.builtin_steps import BuiltinACLCheck
-from apcore.cancel import CancelToken
 from apcore.context import Context, Identity
-from apcore.observability import MetricsCollector, MetricsMiddleware
 from apcore.pipeline import ExecutionStrategy
-from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from apcore.trace_context import TraceContext, TraceParent
 from apcore.utils.redaction import REDACTED_VALUE
-from jsonschema import Draft202012Validator
-from pydantic import ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
-from pydantic_core import from_json, to_json, to_jsonable_python
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
 
 from . import __version__
-from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, Way, approver_of, call_of, handler_in_place
+from .approval import CONTROL, NOBODY, QUESTION_KEY, approver_of, handler_in_place
+from .arguments import Arguments
+from .call import CALL_KEY, CURRENT_CALL
+from .client import MODERN, NO_CLIENT, TASKS_EXTENSION, Client, Way, caller_in, client_of, protocol_error
+from .conversation import (
+    MCP_ELICIT_KEY,
+    MCP_PROGRESS_KEY,
+    PARKED_SECONDS,
+    Conversation,
+    WaitingRoom,
+    json_bytes,
+    silence,
+)
 from .discovery import Folder
-from .execution import Function, daemon_threads, function_of, silence, steps_in_place
-from .faults import FAULTS_MAX, fault_at, faults_in, pydantic_faults, schema_faults
-from .log import log_to_stderr, values_hidden
+from .execution import daemon_threads, steps_in_place
+from .faults import faults_in, schema_faults
+from .functions import Function, function_of
+from .log import one_line, values_hidden
+from .options import Options, options_of
 from .schemas import (
-    CONSTRAINTS,
     FOREIGN_REFERENCES,
-    IN_PLACE,
-    OTHER_PROPERTIES,
     JSONObject,
     JSONSchema,
-    ModelType,
-    SchemaConverter,
     admits_object,
-    branches,
-    form_of,
     integral,
     is_valid,
-    map_subschemas,
     marks_of,
     marks_of_hint,
     marks_of_schema,
     marks_sensitive,
     media_types_of,
-    nullable,
-    object_schema,
     plain_json,
     promise_of,
     properties_of,
     subschemas,
     text_of,
-    types_of,
 )
 from .values import Output, RefusedOutput, as_json, marks_in, not_json, redact
 
@@ -105,223 +99,21 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from .search import SearchTools
-    from .tasks import Task, Tasks
+    from .tasks import Tasks
 
     RequestContext = ServerRequestContext[Any, Any]
 
 logger = logging.getLogger("apcore_mcp")
 access_logger = logging.getLogger("apcore_mcp.access")  # a line for each call that ends
 
-MCP_PROGRESS_KEY = "_mcp_progress"
-"""The key of the function in `context.data` that sends the call's progress (FR-EXT-003)."""
-
-MCP_ELICIT_KEY = "_mcp_elicit"
-"""The key of the function in `context.data` that asks the user of the call (FR-EXT-003)."""
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def one_line(text: str) -> str:
-    """`text` with escapes for line breaks, control characters and characters that reverse what follows them."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def warn(text: str, messages: list[str]) -> None:
     """Log a WARNING about a module, and keep it in `messages`, whatever the log level is."""
     messages.append(one_line(text))
     logger.warning("%s", messages[-1])
-
-
-# ---- Options: every option of `serve()`, once ----
-
-TRANSPORTS = ("stdio", "streamable-http", "sse")
-_ROUTES = ("mcp", "sse", "messages", "health", "ready", "metrics")  # the first parts of paths that have an owner
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Texts = Sequence[Annotated[str, Field(min_length=1)]]
-
-
-def _option(default: T, text: str, *, repr: bool = True, **flag: Any) -> T:
-    """A field of `Options`; `text` and `flag` also make its command line flag. `repr=False` is for a secret."""
-    return dataclasses.field(default=default, repr=repr, metadata={"help": text, **flag})
-
-
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
-class Options:
-    """What `serve()`, `async_serve()`, `MCPServer` and the command line take: the one list. `options_of` makes it.
-
-    Values are checked and never converted, so `"8000"` is no port; only the case of a choice does not matter."""
-
-    registry_or_executor: SkipValidation[Registry | Executor | APCore]
-    _: dataclasses.KW_ONLY
-    transport: str = _option("stdio", "MCP transport", choices=TRANSPORTS)
-    host: str = _option("127.0.0.1", "address to listen on (HTTP transports)")
-    port: int = _option(8000, "port to listen on, 1 to 65535 (HTTP transports)", type=int)
-    name: str = _option("apcore-mcp", "server name sent to clients, 255 characters at most")
-    version: str | None = _option(None, "server version sent to clients; alone, print the package's, the default")
-    instructions: str | None = _option(None, "what the server says about itself to agents")
-    tags: Sequence[str] | None = _option(None, "serve only modules with all of these tags", nargs="+")
-    prefix: str | None = _option(None, "serve only modules whose id starts with this")
-    exclude: _Texts | None = _option(None, "leave out modules whose id starts with one of these", nargs="+")
-    read_only: bool = _option(False, "serve only modules annotated readonly")
-    log_level: str | None = _option(None, "log level, on stderr", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    access_log: bool = _option(False, "log a line for each call that ends")
-    on_startup: Callable[[], Any] | None = None
-    on_shutdown: Callable[[], Any] | None = None
-    dynamic: bool = _option(False, "load the files of the extensions directory again when they change")
-    timeout: _Seconds | None = _option(None, "seconds a call may take, 0 for any (apcore: 30 a module)", type=float)
-    task_after: _Seconds | None = _option(5.0, "seconds until a call goes on as a task", type=float, nargs="?")
-    validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
-    tool_names: str = _option("auto", "names with dots, hyphens, or both", choices=("auto", "module-id", "portable"))
-    redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
-    mask_errors: bool = _option(True, "hide the type and text of unexpected exceptions from clients")
-    approval: str | ApprovalHandler = _option("require", "ask users", choices=("auto", "require", "deny", "off"))
-    search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
-    stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer")
-    max_sessions: int = _option(10_000, "sessions of handshake clients at a time", type=int)
-    session_idle_seconds: float = _option(1_800.0, "life of an idle session", type=float)
-    shutdown_seconds: _Seconds = _option(5.0, "seconds that running calls have when the server ends", type=float)
-    state_key: str | bytes | None = _option(None, "secret of --stateless servers", repr=False)
-    allowed_hosts: _Texts | None = _option(None, "Host headers accepted beside addresses", nargs="+")
-    metrics_collector: Any = None
-    middleware: Sequence[Any] | None = None
-    mcp_extensions: Sequence[Any] | None = None
-    output_formatter: Callable[[Any], str] | None = None
-    max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
-    explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools")
-    explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
-    allow_execute: bool = _option(False, "let the Tool Explorer run tools")
-
-    @property
-    def executor(self) -> Executor:
-        """What runs calls."""
-        return cast(Executor, self.registry_or_executor)  # `options_of` has made it one
-
-    @property
-    def registry(self) -> Registry:
-        """Where the modules are."""
-        return self.executor.registry
-
-    @property
-    def is_public(self) -> bool:
-        """Whether others than this machine can reach the server (HTTP transports)."""
-        address = address_of(self.host)
-        return self.host.lower() != "localhost" if address is None else not address.is_loopback
-
-    @property
-    def url(self) -> str:
-        """Where clients connect (HTTP transports)."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}{'/sse' if self.transport == 'sse' else '/mcp'}"
-
-    def check(self) -> None:
-        """Raise ValueError for a value that is of the right type, but not allowed."""
-        for name in ("name", "version", "instructions", "prefix"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} must not be empty")
-        if len(self.name) > 255:
-            raise ValueError("name must not exceed 255 characters")
-        if not all(self.tags or ()):
-            raise ValueError("Tag values must not be empty")
-        if self.state_key is not None and not (self.stateless and len(self.state_key) >= 32):
-            raise ValueError("state_key must be a secret of 32 bytes or more, and goes with stateless=True")
-        if self.max_sessions < 1 or not 0 < self.session_idle_seconds < math.inf or self.max_result < 0:
-            raise ValueError("max_sessions and session_idle_seconds must be above 0, and max_result not below")
-        if self.transport != "stdio" and not self.host:
-            raise ValueError("Host must not be empty")
-        if self.transport != "stdio" and not 1 <= self.port <= 65535:
-            raise ValueError(f"Port must be between 1 and 65535, got {self.port}")
-        is_path = re.fullmatch(r"(/[\w~-][\w.~-]*)+/?", self.explorer_prefix)
-        if not is_path or self.explorer_prefix.split("/")[1] in _ROUTES:
-            raise ValueError(f"explorer_prefix must be a path of its own, like /explorer; got {self.explorer_prefix!r}")
-        files = {"search": self.search, "explorer": self.explorer, "metrics": self.metrics_collector}
-        files["tasks"] = self.task_after not in (5.0, None)
-        for file, is_wanted in files.items():
-            if is_wanted and not Path(__file__).with_name(f"{file}.py").exists():
-                raise ValueError(f"an option needs {file}.py, which this copy of the package is without")
-
-
-# Options that packages built on this one pass too: those that change nothing here, and those that may only be off.
-_WITHOUT_EFFECT = (
-    "require_auth exempt_paths explorer_title explorer_project_name explorer_project_url async_max_concurrent"
-    " async_max_tasks"
-).split()
-_ONLY_OFF = "approval_handler authenticator strategy trace observability output_format".split()
-
-
-def options_of(door: str, /, *sources: Any, **options: Any) -> Options:
-    """The checked options of a call of the public `door`, with an Executor in the place of whatever is to be served.
-
-    Also sets the level of this package's logger. TypeError that names the door for what is no option and for a value of
-    a wrong type; ValueError for a value that is not allowed."""
-    unused = []
-    for name in sorted(options):
-        if name in _WITHOUT_EFFECT or (name in _ONLY_OFF and options[name] in (None, False)):
-            unused.append(name)
-            del options[name]
-    if "approval" not in options and "approval_handler" in options:
-        options["approval"] = options.pop("approval_handler")
-    for field in dataclasses.fields(Options):
-        given = options.get(field.name)
-        if isinstance(given, str) and "choices" in field.metadata:
-            options[field.name] = _choice(field.name, given, field.metadata["choices"])
-    try:
-        checked = Options(*sources, **options)
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        option = error["loc"][0]
-        hint = " (authentication goes into middleware=)" if option == "authenticator" else ""
-        is_bound = error["type"] in ("greater_than_equal", "finite_number", "string_too_short")
-        kind = ValueError if is_bound else TypeError
-        raise kind(f"{door} {option}: {error['msg']}{hint}") from None
-    checked.check()
-    # Not the root's level: the SDK logs whole messages at DEBUG, sensitive arguments included.
-    if checked.log_level is not None:
-        if not logger.hasHandlers():
-            log_to_stderr()
-        logger.setLevel(checked.log_level)
-    if unused:
-        logger.debug("%s: without effect here: %s", door, ", ".join(unused))
-    return dataclasses.replace(
-        checked, registry_or_executor=_executor_of(checked), explorer_prefix=checked.explorer_prefix.rstrip("/")
-    )
-
-
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that `host` is, with or without brackets; None for a name."""
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
-
-
-def _choice(option: str, value: str, choices: Sequence[str]) -> str:
-    """One of the choices, as it is written there."""
-    for choice in choices:
-        if choice.lower() == value.lower():
-            return choice
-    raise ValueError(f"Unknown {option.replace('_', ' ')}: {value!r}. Must be one of: {', '.join(choices)}")
-
-
-def _executor_of(options: Options) -> Executor:
-    """The Executor to serve: the user's own, that of apcore's client, or a new one for a Registry."""
-    given = options.registry_or_executor
-    executor = getattr(given, "executor", given)
-    if isinstance(executor, Registry):
-        config = None
-        if options.timeout is not None:
-            milliseconds = math.ceil(options.timeout * 1000)
-            config = Config({"executor": {"default_timeout": milliseconds, "global_timeout": milliseconds}})
-        executor = Executor(executor, config=config)
-        if isinstance(options.metrics_collector, MetricsCollector):
-            executor.use(MetricsMiddleware(options.metrics_collector))
-    elif options.timeout is not None:
-        raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
-    if not isinstance(executor, Executor):
-        raise TypeError(f"Expected Registry or Executor instance, got {type(given).__name__}")
-    if options.dynamic and not isinstance(executor.registry, Folder):
-        raise ValueError("dynamic follows the files of a folder: give it what discover() returns")
-    return executor
 
 
 # ---- Tools: a module as clients see it: its names, its description, its schemas; pure ----
@@ -444,22 +236,13 @@ class Tool:
         self.module = module
         self.module_id = descriptor.module_id
         self.documentation = text_of(descriptor.documentation or "")
-        self.function = function = function_of(module)
+        self.arguments = Arguments(module, descriptor)
+        function = self.arguments.function
         if function is not None and function.others is not None and function.others_hint is not Any:
             raise TypeError(f"nothing checks what `**{function.others.name}` is given: give it the hint Any, or none")
         self.about = _AnnotationMapper(descriptor, module, function)
         self.name = self.about.alias
-        self.summary = self.about.description
-        self.model: Any = getattr(module, "input_schema", None)  # by which apcore validates arguments
-        schema = descriptor.input_schema
-        if function is not None and function.model not in (None, self.model):
-            self.model = function.model
-            schema = function.model.model_json_schema()
-        advertised = object_schema(schema, self.model if isinstance(self.model, ModelType) else None)
-        names_all = not advertised.keys() & {*IN_PLACE, *OTHER_PROPERTIES}
-        self.is_closed = function is not None and function.others is None and names_all
-        if self.is_closed:  # apcore would pass on what it does not take, and Python raise a TypeError
-            advertised["additionalProperties"] = False
+        advertised = self.arguments.schema
         self.has_secret_inputs = marks_sensitive(advertised)
         self.output = Output(module, descriptor, function)
         self.redacts = options.redact_output
@@ -474,7 +257,7 @@ class Tool:
         self._definition = _as_listed(definition)
         self.input_schema: JSONSchema = self._definition["inputSchema"]
         self.output_schema: JSONSchema = self._definition.get("outputSchema", {})  # as advertised; {} when none is
-        self.warnings = self._warnings(schema)
+        self.warnings = self._warnings(self.arguments.declared)
         self.resources = self._resources()
 
     def _warnings(self, schema: JSONSchema) -> list[str]:
@@ -517,75 +300,6 @@ class Tool:
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
             return [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
         return []
-
-    def unknown(self, arguments: JSONObject) -> dict[str, Any]:
-        """The arguments that a function does not take."""
-        names = self.input_schema["properties"] if self.is_closed else arguments
-        return {name: value for name, value in arguments.items() if name not in names}
-
-    def faults(self, arguments: JSONObject) -> list[dict[str, str]]:
-        """What apcore finds wrong with arguments, each field by its full path; the first twenty.
-
-        Only arguments for a dict schema are shown to jsonschema, as apcore does itself: for a pattern, it may take
-        minutes where a pydantic model takes milliseconds."""
-        unknown = self.unknown(arguments)
-        first = itertools.islice(unknown, FAULTS_MAX)
-        faults = [fault_at([name], "extra_forbidden", "Extra inputs are not permitted") for name in first]
-        if hasattr(self.model, "model_validate_json"):
-            try:
-                self._read(arguments)
-            except ValidationError as error:
-                faults += pydantic_faults(error, arguments)
-        else:
-            known = {name: value for name, value in arguments.items() if name not in unknown}
-            faults += schema_faults(self.input_schema, known)
-        return faults[:FAULTS_MAX]
-
-    def _read(self, arguments: JSONObject) -> Any:
-        """Read arguments as apcore does: as JSON or, where another module passes what JSON has not, as Python."""
-        try:
-            text = json.dumps(arguments)
-        except (TypeError, ValueError):
-            return self.model.model_validate(arguments, strict=True)
-        return self.model.model_validate_json(text, strict=True)
-
-    # What approval wants to know of a module.
-
-    def check(self, arguments: JSONObject) -> None:
-        """Raise SchemaValidationError for arguments that the module would refuse."""
-        faults = self.faults(arguments)
-        if faults:
-            raise errors.SchemaValidationError(f"Input validation failed: {faults}", faults)
-
-    def shown(self, arguments: JSONObject) -> tuple[JSONObject, JSONObject]:
-        """The arguments as plain JSON, without what is sensitive: those that the schema names, and the others.
-
-        Of a model that marks something, what it reads is shown, by the names of its fields: so no other spelling of a
-        name shows a value."""
-        plain = json.loads(json.dumps(arguments, default=_to_show))
-        names = [*properties_of(self.input_schema)]
-        if self.has_secret_inputs and isinstance(self.model, ModelType):
-            read = self._read(arguments)
-            schema = TypeAdapter(self.model).json_schema(mode="serialization", by_alias=False)
-            given = read.model_dump(mode="json", include=read.model_fields_set, fallback=_kind, warnings=False)
-            known = redact(given, marks_of_schema(SchemaConverter().inline(schema)), marks_in(read), hides_others=False)
-            return known, dict.fromkeys(plain.keys() - {*names, *self.model.model_fields, *given}, REDACTED_VALUE)
-        plain = redact(plain, marks_of_schema(self.input_schema), marks_in(arguments), hides_others=False)
-        if plain == REDACTED_VALUE:  # the schema as a whole is marked
-            plain = dict.fromkeys(arguments, REDACTED_VALUE)
-        known = {name: plain.pop(name) for name in names if name in plain}
-        return known, plain
-
-
-def _kind(item: Any) -> str:
-    """What a question shows of a value that nothing describes: its text, but of one that holds others only its type, as
-    its text may quote what these mark."""
-    return f"<{type(item).__name__}>" if hasattr(item, "__iter__") else str(item)
-
-
-def _to_show(item: Any) -> Any:
-    """What a question shows of a value that JSON has not, without using up an iterator."""
-    return _kind(item) if isinstance(item, Iterator) else to_jsonable_python(item, bytes_mode="base64", fallback=_kind)
 
 
 def _as_listed(definition: JSONObject) -> JSONObject:
@@ -740,6 +454,16 @@ def _cause_of(error: BaseException) -> BaseException:
     return (error.cause if isinstance(error, errors.ModuleExecuteError) else None) or error
 
 
+def _chains_of(error: BaseException | None) -> Iterator[str]:
+    """The ids of the modules that apcore names in an error and in what led to it, but for one that there is not."""
+    while error is not None:
+        details = getattr(error, "details", None)
+        chain = details.get("call_chain") if isinstance(details, dict) else None
+        if isinstance(chain, list):
+            yield from chain[:-1] if isinstance(error, errors.ModuleNotFoundError) else chain
+        error = error.__context__
+
+
 @dataclasses.dataclass
 class _ErrorMapper:
     """Says what went wrong with one call: to the client in a plain sentence, to the log in full. It never raises.
@@ -751,15 +475,20 @@ class _ErrorMapper:
     label: str
     tool: Tool
     arguments: JSONObject
-    modules: Iterable[Any]  # that took part in the call
+    modules: Collection[tuple[str, Any]]  # that took part in the call, with their ids
     trace_id: str
     masks: bool = True  # whether clients are told nothing of what nobody expected
 
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
         try:
-            has_secret_inputs = self.tool.has_secret_inputs or any(has_marks(m, "input") for m in self.modules)
-            is_secret = has_secret_inputs or bool(self.tool.marks) or any(has_marks(m, "output") for m in self.modules)
+            # What another Executor has run is known by name alone, and nobody knows what it marks.
+            known = {self.tool.module_id, *(module_id for module_id, _ in self.modules)}
+            modules = [module for _, module in self.modules]
+            has_secret_inputs = self.tool.has_secret_inputs or not known.issuperset(_chains_of(error))
+            has_secret_inputs = has_secret_inputs or any(has_marks(module, "input") for module in modules)
+            has_secret_outputs = bool(self.tool.marks) or any(has_marks(module, "output") for module in modules)
+            is_secret = has_secret_inputs or has_secret_outputs
             result = self._failure_of(error, has_secret_inputs, is_secret)
             self._log(_cause_of(error), is_secret)
             return result
@@ -769,7 +498,6 @@ class _ErrorMapper:
 
     def _log(self, cause: BaseException, is_withheld: bool) -> None:
         """Log what went wrong, with the traceback of what nobody expected."""
-        kind = next(cls for cls in type(cause).__mro__ if cls.__module__ != __name__)  # apcore's, of one of ours
         text = one_line(str(getattr(cause, "message", cause))[:_LOG_CHARACTERS])
         trace = None if isinstance(cause, ModuleError) or is_withheld else cause
         if is_withheld:
@@ -780,7 +508,7 @@ class _ErrorMapper:
             text += " (--timeout and the module's own resources say how long it may take)"
         line = "Tool call error: %s - %s: %s (trace %s)"
         extra = {"trace_id": self.trace_id}
-        logger.error(line, self.label, kind.__name__, text, self.trace_id, exc_info=trace, extra=extra)
+        logger.error(line, self.label, type(cause).__name__, text, self.trace_id, exc_info=trace, extra=extra)
 
     def _failure_of(self, error: BaseException, is_withheld: bool, is_secret: bool) -> JSONObject:
         """What the client is told of `error`."""
@@ -839,7 +567,7 @@ class _ErrorMapper:
             report["user_fixable"] = False
             is_withheld = True  # the values are the module's, and the client has no use for them
         elif getattr(error.__context__, "step_name", "") == "input_validation":
-            faults = self.tool.faults(self.arguments)  # apcore's own list lacks the names of missing fields
+            faults = self.tool.arguments.faults(self.arguments)  # apcore's own list lacks the names of missing fields
         if not faults:  # the module itself refuses the arguments, or middleware has changed them
             faults = faults_in(error)
         lines = [title]
@@ -981,493 +709,50 @@ class Catalog:
         return by_name
 
 
-# ---- OpenAI: tools as function definitions; what a model sends back is read in `openai.py` ----
-
-# Strict mode refuses these. A model reads them in the description instead, and the module's own validation holds them.
-_FOR_DESCRIPTION = frozenset(
-    "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
-    " maxContains".split()
-)
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # in a pattern, such as pydantic's for a Decimal
-
-
-def openai_function(tool: Tool, *, strict: bool = False, embed_annotations: bool = False) -> JSONObject:
-    """A tool as an OpenAI function definition. A WARNING says where strict mode refuses its parameters all the same, or
-    takes something away from them."""
-    function: JSONObject = {"name": portable_name(tool.module_id), "description": tool.about.description}
-    if embed_annotations:
-        function["description"] += tool.about.to_suffix()
-    function["parameters"] = tool.input_schema
-    if strict:
-        parameters = _to_strict(tool.input_schema)
-        problems = [*detect_openai_strict_incompatibilities(parameters), *_too_open(tool.input_schema, "")]
-        if problems:
-            text = "Schema for module '%s' uses what is incompatible with strict mode: %s; export it without strict"
-            logger.warning(text, tool.module_id, ", ".join(problems))
-        function |= {"parameters": parameters, "strict": True}
-    return {"type": "function", "function": function}
-
-
-def _too_open(schema: JSONSchema, place: str) -> Iterator[str]:
-    """What strict mode cannot say, and where: `tags.items: any type`, `by.items: additionalProperties`."""
-    types = types_of(schema)
-    if not schema.keys() & {"type", "enum", "const", "anyOf", "oneOf", "allOf", "not"}:
-        yield f"{place or 'the root'}: any type"
-    if "array" in types and not schema.get("items"):  # or a tuple, which apcore finds
-        if "prefixItems" not in schema:
-            yield f"{place}: items of any type"
-        return
-    others = schema.get("additionalProperties", False if properties_of(schema) or not place else "object" in types)
-    if others is not False:
-        yield f"{place or 'the root'}: additionalProperties, of which a model can send none"
-    for name, field in properties_of(schema).items():
-        yield from _too_open(field, f"{place}.{name}".lstrip("."))
-    for keyword in ("items", "anyOf", "oneOf", "allOf"):
-        for number, branch in enumerate(branches(schema, [keyword])):
-            yield from _too_open(branch, f"{place}.{keyword}" if keyword == "items" else f"{place}.{keyword}.{number}")
-
-
-def _is_for_description(keyword: str, value: Any) -> bool:
-    """Whether strict mode refuses a keyword with this value that a model can be told of in words."""
-    if keyword == "pattern":
-        return _LOOKS_AROUND.search(value) is not None
-    if keyword == "format":
-        return value not in SUPPORTED_FORMATS
-    return keyword in _FOR_DESCRIPTION
-
-
-def _to_strict(schema: JSONSchema) -> JSONSchema:
-    """Rewrite a self-contained schema for OpenAI's strict mode (FR-OPENAI-003; OpenAI guide "Structured Outputs").
-
-    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
-    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
-    keywords: JSONSchema = {}
-    limits: list[str] = []
-    for keyword, value in schema.items():
-        if _is_for_description(keyword, value):
-            limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
-        elif keyword == "oneOf":
-            keywords["anyOf"] = value
-        elif keyword in CONSTRAINTS or keyword == "description":
-            keywords[keyword] = value
-    strict = map_subschemas(keywords, lambda inner, _: _to_strict(inner))
-    if limits:
-        strict["description"] = f"{schema.get('description', '')} ({', '.join(limits)})".lstrip()
-    if "properties" in schema or "object" in types_of(schema):
-        properties = properties_of(strict)
-        for name, field in properties_of(schema).items():
-            # A tag of a union has a default too, but pydantic cannot choose a branch by null.
-            is_tag = "const" in field and field["const"] == field.get("default")
-            if name not in schema.get("required", ()) and not is_tag:
-                properties[name] = nullable(properties[name])
-        strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
-    return strict
-
-
-def to_openai_tools(
-    registry_or_executor: Registry | Executor | APCore, *, embed_annotations: bool = False, strict: bool = False,
-    tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
-    search: bool = False,
-) -> list[JSONObject]:  # fmt: skip
-    """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
-
-        [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
-
-    `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
-    `"strict": True` and rewrites the parameters for OpenAI's strict mode; a WARNING for each tool says where that mode
-    cannot say what the module takes. `tags` (all of them) and `prefix` choose modules; with an `identity`, so does the
-    ACL: only what it lets that caller call is offered. With `search` there are two functions in the place of all,
-    `search_tools` and `call_tool`, for `run_openai_call(search=True)`; `call_tool` is never strict, as its arguments
-    are open. A module that cannot be converted is left out with a WARNING. Raises TypeError for neither a Registry nor
-    an Executor; ValueError for an empty tag or prefix, and for a module id with a hyphen, which nobody could tell from
-    a dot. Source: FR-OPENAI-001 to -007.
-    """
-    options = options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix, search=search)
-    catalog = Catalog(options)
-    with_hyphen = [module_id for module_id in catalog.tools if "-" in module_id]
-    if with_hyphen:
-        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {with_hyphen}")
-    tools: Collection[Tool] = catalog.tools.values()
-    lenient: Set[str] = set()
-    if search:
-        from .search import CALL_TOOL, SearchTools
-
-        tools = SearchTools(catalog, options).tools.values()
-        lenient = {CALL_TOOL}
-    elif identity is not None:
-        with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
-            tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
-    functions = []
-    for tool in tools:
-        is_strict = strict and tool.module_id not in lenient
-        functions.append(openai_function(tool, strict=is_strict, embed_annotations=embed_annotations))
-    return functions
-
-
-# ---- Calls: one running tool call: progress, questions, cancellation; event loop only ----
-
-
-async def report_progress(
-    context: Any, progress: float, total: float | None = None, message: str | None = None
-) -> None:
-    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
-
-    A `progress` that is not finite, or no higher than the last one, is not sent (MCP, "Progress"), and neither is a
-    `total` that is not finite. Does nothing when the module was not called through MCP (`context` may be None) or the
-    client asked for no progress. Source: FR-EXT-001."""
-    send = _from_context(context, MCP_PROGRESS_KEY)
-    if send is not None:
-        await send(progress, total, message)
-
-
-async def elicit(
-    context: Any, message: str, requested_schema: JSONSchema | None = None, *, key: str | None = None
-) -> JSONObject | None:
-    """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
-
-    Returns what the user filled in, a dict that `requested_schema` accepts (without a schema the question is a bare
-    confirmation, and its answer `{}`). Returns None when the user declined, cancelled, filled in something else or said
-    nothing for ten minutes, when the client cannot ask, and when the module was not called through MCP (`context` may
-    be None). `key` names the question on the wire (from 2026-07-28).
-
-    Raises ValueError, before anything is sent, for a schema that is not an object with properties of simple types
-    without patterns. The module's own timeout goes on meanwhile: once it is over, or
-    the call is cancelled, ExecutionCancelledError. Source: FR-EXT-002; MCP, "Elicitation"."""
-    ask = _from_context(context, MCP_ELICIT_KEY)
-    if ask is None:
-        return None
-    token = context.cancel_token or CancelToken()
-    token.check()
-    answer: JSONObject | None = await ask(message, requested_schema, key)
-    token.check()  # or a module that has to end meanwhile, as its time is over, would act on the answer
-    return answer
-
-
-def _from_context(context: object, key: str) -> Any:
-    """What the server of a call has put into its context under `key`; None where no server has."""
-    data = getattr(context, "data", None)
-    return data.get(key) if isinstance(data, Mapping) else None
-
-
-MODERN = "2026-07-28"  # from here on a server sends no requests: it answers `input_required`
-TASKS_EXTENSION = "io.modelcontextprotocol/tasks"
-PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
-_CONFIRMED_SECONDS = 300.0  # the same where nothing is kept, so that an answer could be sent again
-# How many calls may wait for their users' answers, and how large their arguments may be together, as JSON; in memory,
-# these can be ninety times as large. One more is refused.
-_WAITING_MAX = 1_000
-_WAITING_BYTES_MAX = 2 * 2**20
-_PARKED_BYTES_MAX = 64 * 2**10  # of the result of a call that ends before its client's retry
-_TOO_MANY = "Too many calls, or too large ones, wait for their users' answers"
-
-
-def caller_of(scope: Mapping[str, Any]) -> Identity | None:
-    """The user whom ASGI middleware has authenticated for a request; None for an anonymous one."""
-    user = scope.get("user")
-    if not getattr(user, "is_authenticated", False):
-        return None
-    roles = tuple(getattr(scope.get("auth"), "scopes", None) or ())
-    # The SDK's bearer user is called by its client, which may act for many users: the token's subject is the user.
-    name: Any = getattr(getattr(user, "access_token", None), "subject", None)
-    for attribute in ("identity", "display_name"):
-        with suppress(NotImplementedError):  # Starlette's own users have no `identity`
-            name = name or getattr(user, attribute, None)
-    return Identity(str(name or user), roles=roles)
-
-
-def caller_in(ctx: RequestContext) -> Identity | None:
-    """Who makes an MCP request; None for an anonymous caller, and on stdio."""
-    return caller_of(getattr(ctx.request, "scope", {}))
-
-
-def protocol_error(code: int, message: str, data: Any = None) -> Exception:
-    """What the SDK answers with a JSON-RPC error."""
-    from mcp.shared.exceptions import MCPError
-
-    return MCPError(code, message, data)
-
-
-def json_bytes(value: Any) -> int:
-    """How many bytes plain JSON takes."""
-    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-
-
-def call_later(seconds: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-    """A timer in no context: it would keep its context until it rings, also one that is cancelled, and with it the call
-    that it was made in."""
-    return asyncio.get_running_loop().call_later(seconds, callback, *arguments, context=contextvars.Context())
-
-
-def _content_of(answer: Any, form: JSONSchema) -> JSONObject | None:
-    """What a user has filled in; None for one who declined or cancelled.
-
-    Some exception for what is no answer to a question, or one that the form does not accept."""
-    if answer.action != "accept":
-        return None
-    content: JSONObject = answer.content or {}
-    for name, field in form["properties"].items():
-        choices = field.get("items", {}).get("enum") or field.get("items", {}).get("anyOf") or ()
-        # Jsonschema would look for each of a million in all the choices, and every other client wait.
-        if isinstance(content.get(name), list) and len(content[name]) > len(choices):
-            raise ValueError("More was chosen than there is")
-    Draft202012Validator(form).validate(content)
-    return content
-
-
-@dataclasses.dataclass
-class _Question:
-    """What a call asks its user, until it is answered or given up."""
-
-    request: JSONObject  # as a client of 2026-07-28 is sent it
-    answer: asyncio.Future[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class CallEnd:
-    """What is told of a call that has ended. `outcome` is "ok" or the code of its error."""
-
-    tool: str
-    caller: Identity | None
-    outcome: str
-    seconds: float
-    trace_id: str
+# ---- Calls: one running tool call, as the rooms below know it ----
 
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One running tool call, and the way back to the user who made it.
-
-    It may ask several questions at once, each of them under a key that it uses for no other. Its `outcome` is its
-    result, or the JSON-RPC error that it is answered with. `report()` and `elicit()`, which modules find in their
-    context, may be called from any thread and loop: a sync module may run an async one in a loop of its own. Everything
-    else belongs to the server's event loop."""
+    """One running tool call, as execution, approval and the log see it (`call.RunningCall`)."""
 
     tool: Tool
-    arguments: JSONObject
-    caller: Identity | None
-    router: ExecutionRouter
+    conversation: Conversation
+    catalog: Catalog
+    approver: ApprovalHandler | None
     structured: bool | None = None  # whether its result has structured content; None: where its tool promises it
-
-    def __post_init__(self) -> None:
-        self.label = label_of(self.tool.module_id, self.caller)
-        self.loop = asyncio.get_running_loop()
-        self.approver = self.router.approver
-        self.token = CancelToken()
-        self.running: asyncio.Task[None] | None = None
-        self.outcome: JSONObject | Exception | None = None
-        self.output_json: bytes | None = None  # what its module gave, as JSON
-        self.modules: dict[int, Any] = {}  # that have taken part, by identity: by id, one may replace another
-        self.task: Task | None = None  # where it may go on without a request
-        self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
-        self.is_refused = False  # whether it was ended as too many wait
-        self.status = ""  # what was last reported, as a task tells it
-        # The request that it answers next, and what its client can.
-        self.session: Any = None
-        self.request_id: Any = None
-        self.has_progress_token = False
-        self.trace: dict[str, str] = {}  # the client's span, where it sent one (SEP-414)
-        self.knows_tasks = False
-        self.way = Way.NONE
-        self.could_ask = False
-        self.confirmation: Any = None
-        self.is_parked = False
-        self._keys: Counter[str] = Counter()  # of all questions that it has asked
-        self._progress = -math.inf  # the last number that was sent
-        self._unsent: Future[None] | None = None  # the last report from another loop
-        self._turn = asyncio.Event()  # set when it may have something to answer the request with
-
-    # For the request that it answers.
-
-    def attach(self, ctx: RequestContext) -> None:
-        """Let `ctx` be the request that the call answers next: the one that began it, or a retry."""
-        options = self.router.options
-        self.session = ctx.session
-        # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
-        meta: Mapping[str, Any] = ctx.meta or {}
-        self.has_progress_token = "progress_token" in meta
-        spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
-        self.trace = {key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512}
-        capabilities = ctx.session.client_capabilities
-        extensions = getattr(capabilities, "extensions", None) or {}
-        forms = getattr(capabilities, "elicitation", None)
-        has_forms = bool(forms and (forms.form or not forms.url))  # `{}` means forms (MCP 2025-11-25)
-        self.knows_tasks = ctx.protocol_version >= MODERN and not options.stateless and TASKS_EXTENSION in extensions
-        # A server without sessions may be one of many: the answer could reach another one than the one that asked.
-        if ctx.protocol_version >= MODERN and (options.state_key or not options.stateless):
-            by_retry = Way.STATE if options.stateless else Way.RESULT
-            self.way = by_retry if has_forms else Way.UNDECLARED
-        else:
-            self.way = Way.REQUEST if has_forms and ctx.session.can_send_request else Way.NONE
-            self.request_id = ctx.request_id  # kept for no other way: it may be as large as a request
-        self.could_ask = self.could_ask or self.way in (Way.REQUEST, Way.RESULT)
-
-    def detach(self) -> None:
-        """Go on without a request: what is sent to one after its answer is an error."""
-        self.session = None
-        self._turn.set()
-
-    @property
-    def is_working(self) -> bool:
-        """Whether it has nothing to answer a request with: no outcome and, from 2026-07-28 on, no question."""
-        return self.outcome is None and (not self.questions or self.way is Way.REQUEST)
-
-    async def turn(self) -> None:
-        """Wait until it may have stopped working."""
-        self._turn.clear()
-        await self._turn.wait()
-
-    def answer(self, responses: Mapping[str, Any]) -> None:
-        """Pass on what the client has answered, by the keys of the questions. Others than open ones are let pass."""
-        for key in self.questions.keys() & responses.keys():
-            answer = self.questions.pop(key).answer
-            if not answer.done():  # it is when its time is over
-                answer.set_result(responses[key])
-
-    def cancel(self) -> None:
-        """End the call: its CancelToken tells code that looks at it, and its coroutines are cancelled."""
-        self.token.cancel()
-        if self.running is not None:
-            self.running.cancel()
-
-    def end(self, outcome: JSONObject | Exception) -> None:
-        """Let the request be answered; nothing more is reported or asked. Tasks that the module has left running hold
-        on to the call, so it lets go of what is large: its arguments, and what its user is asked and has answered."""
-        self.outcome = outcome
-        self.running = None
-        self.arguments = {}
-        self.modules.clear()
-        self.output_json = None
-        self.session = None
-        self.way = Way.NONE
-        self.could_ask = True  # for what is left of it, so that it is not let through
-        for question in self.questions.values():
-            question.answer.cancel()
-        self.questions.clear()
-        if self.task is not None:
-            self.task.ended()
-            self.task = None  # whatever the module has left running keeps the call, and would keep its result
-        self._turn.set()
-
-    def take_outcome(self) -> JSONObject:
-        """The result of a call that has ended, which is not kept. Raises the JSON-RPC error that it ended with."""
-        outcome = self.outcome
-        self.outcome = None
-        if isinstance(outcome, Exception):
-            raise outcome
-        return cast(JSONObject, outcome)
-
-    # For the steps that run its modules (`execution.Call`).
+    output_json: bytes | None = None  # what its module gave, as JSON
+    # What has taken part, by `id()`: while the call runs, another module may be registered under the same id.
+    modules: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
     def owns(self, context: Context[Any]) -> bool:
         return context.data.get(CALL_KEY) is self and len(context.call_chain) == 1
 
-    def record(self, module: Any) -> None:
+    def record(self, module_id: str, module: Any) -> None:
         """Note that a module takes part in this call, also where another module calls it.
 
         Whose secrets an error may quote is known by that. Exceptions do not tell: a module may catch the one that
         another raised, and later raise its own from what it remembers."""
-        self.modules[id(module)] = module
-
-    def function(self, module_id: str, module: Any) -> Function | None:
-        tool = self.tool if module_id == self.tool.module_id else self.router.catalog.find(module_id)
-        return tool.function if tool is not None and tool.module is module else function_of(module)
-
-    def begin(self) -> bool:
-        return self.task is not None and self.task.begin()
+        self.modules[id(module)] = (module_id, module)
 
     def write(self, output: Any) -> JSONObject:
         written = self.tool.output.write(output, self.tool.redacts)
         self.output_json = to_json(written)
         return written
 
-    def is_secret(self) -> bool:
-        modules = [self.tool.module, *self.modules.values()]
-        return any(has_marks(each, "input") or has_marks(each, "output") for each in modules)
-
-    # For approval (`approval.Call`).
-
-    def subject(self, module_id: str) -> Tool:
-        """The module of that id, listed or not."""
-        if module_id == self.tool.module_id:
-            return self.tool
-        registry = self.router.options.registry
+    def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
+        module = registry.get(module_id)
+        for tool in (self.tool, self.catalog.find(module_id)):
+            if tool is not None and tool.module is module:
+                return tool.about.description, tool.arguments
         descriptor = cast(ModuleDescriptor, registry.get_definition(module_id))
-        return Tool(descriptor, registry.get(module_id), self.router.options)
+        arguments = Arguments(module, descriptor)
+        return _description_of(descriptor, arguments.function), arguments
 
-    def content_of(self, answer: Any, schema: JSONSchema) -> JSONObject | None:
-        try:
-            return _content_of(answer, schema)
-        except Exception as error:  # the client's fault or its connection's: the call goes on without an answer
-            logger.warning("Question of %s was not answered: %s", self.label, type(error).__name__)
-            return None
-
-    # For modules.
-
-    async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
-        """Send the client a progress notification, as `report_progress()` says."""
-        number = float(progress)
-        limit = None if total is None or not math.isfinite(float(total)) else float(total)  # JSON has no infinity
-        if asyncio.get_running_loop() is self.loop:
-            if self.task is not None and math.isfinite(number):
-                share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
-                self.status = f"{share} {text_of(message or '')}".strip()
-                self.task.touch()
-            if self.session is not None and self._progress < number < math.inf:
-                self._progress = number
-                await self.session.report_progress(number, limit, message and text_of(message))
-        elif self._unsent is None or self._unsent.done():
-            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self.loop)
-            # So that reports arrive in order, and before the result; while one is still to be sent, others are dropped.
-            # After a second the module goes on: the server's loop may be standing still, in an async module that waits
-            # for a synchronous `executor.call()`.
-            await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
-
-    async def report_chunk(self, text: str) -> None:
-        """Send a chunk of a stream, as the next number of progress (FR-STREAM-001)."""
-        await self.report(max(self._progress, 0) + 1, None, text)
-
-    async def elicit(
-        self, message: str, requested_schema: JSONSchema | None = None, key: str | None = None
-    ) -> JSONObject | None:
-        """Ask the user who made the call, as `elicit()` says."""
-        if asyncio.get_running_loop() is not self.loop:
-            work = self.elicit(message, requested_schema, key)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
-        form = form_of(requested_schema)
-        message = text_of(message)
-        if self.way not in (Way.REQUEST, Way.RESULT):
-            return None
-        if not self.router.may_wait(self):
-            self.is_refused = True
-            self.cancel()
-            return None
-        answer: asyncio.Future[Any]
-        if self.way is Way.RESULT:
-            answer = self.loop.create_future()
-        else:
-            answer = self.loop.create_task(self.session.elicit_form(message, form, self.request_id))
-        answer.add_done_callback(silence)
-        key = key or "input"
-        self._keys[key] += 1
-        if self._keys[key] > 1:  # a client may take a key for the question that it has answered
-            key = f"{key}-{self._keys[key]}"
-        params = {"mode": "form", "message": message, "requestedSchema": form}
-        self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
-        if self.task is not None:
-            self.task.touch()
-        self._turn.set()
-        timer = call_later(PARKED_SECONDS, answer.cancel)
-        try:
-            await asyncio.wait({answer})
-        finally:
-            timer.cancel()
-            answer.cancel()
-            self.questions.pop(key, None)
-        if answer.cancelled() or answer.exception() is not None:
-            logger.warning("Question of %s was not answered", self.label)
-            return None
-        return self.content_of(answer.result(), form)
+    @property
+    def is_secret(self) -> bool:
+        modules = [self.tool.module, *(module for _, module in self.modules.values())]
+        return any(has_marks(each, "input") or has_marks(each, "output") for each in modules)
 
 
 # ---- Router: a `tools/call` to the Executor and back, also while its user is asked; event loop only ----
@@ -1493,12 +778,12 @@ def _merge(base: JSONObject, chunk: JSONObject) -> None:
             base[key] = value
 
 
-def _log_end(end: CallEnd) -> None:
+def _log_end(tool: str, caller: Identity | None, outcome: str, seconds: float, trace_id: str) -> None:
     """The line of the log for a call that has ended. What its caller wrote fits between the quotes of a JSON text."""
-    texts = {"tool": end.tool, "caller": end.caller.id if end.caller else "", "outcome": end.outcome}
+    texts = {"tool": tool, "caller": caller.id if caller else "", "outcome": outcome}
     quoted = {key: one_line(json.dumps(text, ensure_ascii=False)[1:-1]) for key, text in texts.items()}
-    attributes = {**quoted, "duration_ms": end.seconds * 1000, "trace_id": end.trace_id}
-    by = f" (caller: {quoted['caller']})" if end.caller else ""
+    attributes = {**quoted, "duration_ms": seconds * 1000, "trace_id": trace_id}
+    by = f" (caller: {quoted['caller']})" if caller else ""
     line = "Tool call ended: %(tool)s%(by)s, %(duration_ms).1f ms, trace %(trace_id)s: %(outcome)s"
     access_logger.info(line, {**attributes, "by": by}, extra=attributes)
 
@@ -1514,9 +799,9 @@ def installation(executor: Executor) -> Iterator[None]:
     with _SERVED_LOCK:
         count, stack = _SERVED.get(strategy, (0, ExitStack()))
         if not count:
-            stack.enter_context(steps_in_place(strategy, call_of, marks_of))
+            stack.enter_context(steps_in_place(strategy))
             stack.enter_context(handler_in_place(strategy))
-            stack.enter_context(values_hidden(call_of))
+            stack.enter_context(values_hidden())
         _SERVED[strategy] = count + 1, stack
     try:
         yield
@@ -1529,24 +814,23 @@ def installation(executor: Executor) -> Iterator[None]:
                 stack.close()
 
 
+_PARKED_BYTES_MAX = 64 * 2**10  # of the result of a call that ends before its client's retry
+_TOO_MANY = "Too many calls, or too large ones, of yours wait for answers"
+
+
 class ExecutionRouter:
     """Sends a `tools/call` through apcore's Executor and brings back a tool result, whatever happens on the way.
 
     It raises nothing but cancellation and JSON-RPC errors. Those are for a retry whose state resumes no call, for a
     call that needs an answer which its client cannot give, and for one more than may wait (FR-EXEC-007).
 
-    From 2026-07-28 on, a call that asks its user is parked from that answer until its client's retry, for ten minutes
-    at most, under a state that is good for one retry of the caller who began it, and that the SDK's
-    `RequestStateBoundary` seals and binds to the tool and its arguments. So its module never runs twice. On a server
-    without sessions that has a key, the state says no more than that the user was asked for approval; a call begins
-    with the retry then, on whichever server, and nothing is kept.
-
-    At most 1,000 calls wait for their users, with 2 MiB of arguments in all, those of handshake clients included."""
+    A call that asks its user waits in the `room`. On a server without sessions that has a key, nothing waits: the state
+    says no more than that the user was asked for approval, and a call begins with the retry, on whichever server."""
 
     def __init__(self, catalog: Catalog, options: Options) -> None:
         self.catalog = catalog
         self.options = options
-        self.approver = approver_of(options.approval)
+        self.room = WaitingRoom()
         self.search: SearchTools | None = None
         if options.search:
             from .search import SearchTools
@@ -1554,37 +838,24 @@ class ExecutionRouter:
             self.search = SearchTools(catalog, options)
         self.tasks: Tasks | None = None  # where calls go on without a request
         self.running = set[Call]()
-        self.listeners: list[Callable[[CallEnd], None]] = (
-            [_log_end] if options.access_log or access_logger.level else []
-        )
-        self._parked: dict[str, tuple[Call, asyncio.TimerHandle]] = {}
+        self.listeners: list[Callable[[str], None]] = []  # told "ok" or the error's code, of each call that ends
+        self._approver = approver_of(options.approval)
+        self._logs_ends = options.access_log or bool(access_logger.level)
 
     async def handle_call(self, ctx: RequestContext, params: Any) -> Any:
         """Answer a `tools/call`: one that begins, or a retry with the answers to what an earlier one asked."""
         caller = caller_in(ctx)
+        has_key = self.options.state_key is not None
+        client = client_of(ctx, self.names_for(ctx), is_stateless=self.options.stateless, has_key=has_key)
         responses = params.input_responses or {}
         state = params.request_state
-        is_confirmed = state == QUESTION_KEY and self.options.state_key is not None and ctx.protocol_version >= MODERN
-        if state is not None and not is_confirmed:
-            return await self._resume(ctx, caller, state, responses)
-        name = params.name
-        arguments = integral(params.arguments or {})
-        if self.search is not None and name in self.search.tools:
-            from .search import target_of
-
-            answer = await self.find(name, arguments, caller, self.names_for(ctx))
-            if answer is not None:
-                return answer
-            name, arguments = target_of(arguments)
-        tool = self.catalog.find(name)
-        if tool is None:
-            return self.not_found(name, caller)
-        call = Call(tool, arguments, caller, self)
-        call.attach(ctx)
-        if is_confirmed:
-            call.confirmation = responses.get(QUESTION_KEY)
-            call.could_ask = True  # whatever its client declares now
-        return await self.run(call)
+        if state is None:
+            return await self.call(params.name, params.arguments or {}, caller, client)
+        # Nobody can make up this state either: the SDK's `RequestStateBoundary` has unsealed it.
+        if state == QUESTION_KEY and has_key and ctx.protocol_version >= MODERN:
+            confirmation = responses.get(QUESTION_KEY)
+            return await self.call(params.name, params.arguments or {}, caller, client, confirmation=confirmation)
+        return await self.room.resume(state, caller, client, responses).reply()
 
     def names_for(self, ctx: RequestContext) -> str:
         """The option `tool_names` for the client of a request: "module-id" or "portable"."""
@@ -1594,13 +865,36 @@ class ExecutionRouter:
             return "portable"
         return "module-id" if names == "auto" else names
 
-    async def find(self, name: str, arguments: JSONObject, caller: Identity | None, names: str) -> JSONObject | None:
-        """The result of a call of one of the two tools of a search; None for a `call_tool` that is to call another."""
-        started = time.perf_counter()
-        result = await cast(Any, self.search).answer(name, arguments, caller, lambda tool: tool.name_as(names))
-        if result is not None:
-            self._tell_end(name, caller, result, started, secrets.token_hex(16))
-        return cast("JSONObject | None", result)
+    def find(self, name: str, arguments: JSONObject) -> tuple[Tool | None, JSONObject]:
+        """The tool that a client calls by that name, and the arguments for it."""
+        return self.catalog.find(name), arguments
+
+    async def call(
+        self, name: str, arguments: JSONObject, caller: Identity | None, client: Client = NO_CLIENT,
+        *, structured: bool | None = None, confirmation: Any = None,
+    ) -> JSONObject:  # fmt: skip
+        """Begin the call of a tool by its name. Returns its result, or what it asks first."""
+        arguments = integral(arguments)
+        tool = None
+        if self.search is not None:
+            tool, name, arguments = self.search.resolve(name, arguments)
+        if tool is None:
+            tool, arguments = self.find(name, arguments)
+        if tool is None:
+            return self.not_found(name, caller)
+        conversation = Conversation(label_of(tool.module_id, caller), arguments, caller, client, self.room)
+        conversation.confirmation = confirmation
+        call = Call(tool, conversation, self.catalog, self._approver, structured)
+        context: Context[Any] = Context.create(
+            identity=caller,
+            trace_parent=_trace_parent(client.trace),
+            cancel_token=conversation.token,
+            data={CALL_KEY: call, MCP_PROGRESS_KEY: conversation.report, MCP_ELICIT_KEY: conversation.elicit},
+        )
+        if self.tasks is not None and client.knows_tasks:
+            conversation.task = self.tasks.task(conversation, tool)
+        conversation.running = asyncio.create_task(self._execute(call, context))
+        return await conversation.reply()
 
     def not_found(self, name: str, caller: Identity | None) -> JSONObject:
         """The result of a call of a tool that there is not."""
@@ -1614,73 +908,11 @@ class ExecutionRouter:
         self._tell_end(name[:200], caller, result, time.perf_counter(), trace_id)
         return result
 
-    async def run(self, call: Call) -> JSONObject:
-        """Begin a call. Returns its result, or the question that it asks first. Without `attach()`, nobody can be
-        asked."""
-        context: Context[Any] = Context.create(
-            identity=call.caller,
-            trace_parent=_trace_parent(call.trace),
-            cancel_token=call.token,
-            data={CALL_KEY: call, MCP_PROGRESS_KEY: call.report, MCP_ELICIT_KEY: call.elicit},
-        )
-        if self.tasks is not None and call.knows_tasks:
-            self.tasks.prepare(call)
-        call.running = asyncio.create_task(self._execute(call, context))
-        return await self._reply(call)
-
-    def may_wait(self, call: Call) -> bool:
-        """Whether this call may wait for its user, beside those that do."""
-        waiting = {other for other in self.running if other.questions}
-        waiting.update(parked for parked, _ in self._parked.values())
-        waiting.discard(call)
-        size = sum(json_bytes(other.arguments) for other in waiting) + json_bytes(call.arguments)
-        return len(waiting) < _WAITING_MAX and size <= _WAITING_BYTES_MAX
-
-    async def _resume(
-        self, ctx: RequestContext, caller: Identity | None, state: str, responses: Mapping[str, Any]
-    ) -> JSONObject:
-        """Go on with a parked call. Returns its result, or what it asks next, beside what was not answered."""
-        call, timer = self._parked.get(state, (None, None))
-        if call is None or timer is None or (call.caller and call.caller.id) != (caller and caller.id):
-            raise protocol_error(-32602, "Invalid or expired requestState", {"reason": "invalid_request_state"})
-        del self._parked[state]
-        timer.cancel()
-        call.is_parked = False
-        if call.outcome is None:
-            call.attach(ctx)
-            call.answer(responses)
-        return await self._reply(call)
-
-    async def _reply(self, call: Call) -> JSONObject:
-        """Wait for a call's result, the questions that it asks first, or until it is a task. To stop waiting for it is
-        to cancel it."""
-        try:
-            if call.task is not None:
-                handle = await call.task.follow()
-                if handle is not None:
-                    return handle
-            while call.is_working:
-                await call.turn()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if call.outcome is not None:
-            return call.take_outcome()
-        state = secrets.token_urlsafe(32)
-        self._parked[state] = (call, call_later(PARKED_SECONDS, self._forget, state))
-        call.is_parked = True
-        call.detach()
-        questions = {key: question.request for key, question in call.questions.items()}
-        return {"resultType": "input_required", "requestState": state, "inputRequests": questions}
-
-    def _forget(self, state: str) -> None:
-        """Keep a parked call no longer, nor what it has ended with."""
-        self._parked.pop(state)[0].outcome = None
-
     async def _execute(self, call: Call, context: Context[Any]) -> None:
         """Run the module to its end. The outcome is a tool result, also for whatever it raises, or a JSON-RPC error."""
         started = time.perf_counter()
-        logger.debug("Tool call: %s", call.label)
+        conversation = call.conversation
+        logger.debug("Tool call: %s", conversation.label)
         self.running.add(call)
         CURRENT_CALL.set(call)
         outcome: JSONObject | Exception | None = None
@@ -1691,23 +923,28 @@ class ExecutionRouter:
         finally:
             outcome = outcome or protocol_error(-32603, UNEXPECTED)  # whatever happens, the call ends
             self.running.discard(call)
-            if call.is_parked and isinstance(outcome, dict) and json_bytes(outcome) > _PARKED_BYTES_MAX:
+            if conversation.is_parked and isinstance(outcome, dict) and json_bytes(outcome) > _PARKED_BYTES_MAX:
                 outcome = failure("The tool has run, and its result is too large to be kept", "RESULT_NOT_KEPT")
-            call.end(outcome)
-        self._tell_end(call.tool.module_id, call.caller, outcome, started, context.trace_id)
+            conversation.end(outcome)
+            call.modules.clear()  # whatever the module has left running holds on to the call
+            call.output_json = None
+        self._tell_end(call.tool.module_id, conversation.caller, outcome, started, context.trace_id)
 
     async def _run_module(self, call: Call, context: Context[Any]) -> JSONObject:
         """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
-        tool = call.tool
-        needs_check = self.options.validate_inputs or tool.unknown(call.arguments)
+        tool, conversation = call.tool, call.conversation
+        arguments = conversation.arguments
+        if self.search is not None and tool.module is None:
+            return await self.search.answer(tool, arguments, conversation.caller, conversation.client.names)
+        needs_check = self.options.validate_inputs or tool.arguments.unknown(arguments)
         # A caller whom the ACL refuses learns that from the Executor, and nothing about the arguments.
-        if needs_check and await self.catalog.offered([tool], call.caller):
-            tool.check(call.arguments)
-        results = _ResultMapper(self.options, tool, call.label, call.structured)
-        if tool.about.annotations.streaming and call.has_progress_token:
+        if needs_check and await self.catalog.offered([tool], conversation.caller):
+            tool.arguments.check(arguments)
+        results = _ResultMapper(self.options, tool, conversation.label, call.structured)
+        if tool.about.annotations.streaming and conversation.client.wants_progress:
             output = await self._stream(call, context, results)
         else:
-            output = await self.options.executor.call_async(tool.module_id, call.arguments, context)
+            output = await self.options.executor.call_async(tool.module_id, arguments, context)
         if call.output_json is None:  # middleware has answered, or a step of the user's own has run the module
             output = call.write(output)
         return results.to_result(output, call.output_json)
@@ -1715,38 +952,37 @@ class ExecutionRouter:
     async def _stream(self, call: Call, context: Context[Any], results: _ResultMapper) -> JSONObject:
         """Send each chunk as a progress notification (FR-STREAM-001). Returns them put together."""
         output: JSONObject = {}
-        stream: Any = self.options.executor.stream(call.tool.module_id, call.arguments, context)
+        conversation = call.conversation
+        stream: Any = self.options.executor.stream(call.tool.module_id, conversation.arguments, context)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 _merge(output, chunk)
                 text = results.to_text(chunk)
                 results.check_size(len(text))
-                await call.report_chunk(text)
-        call.output_json = None  # by a step that knew of no middleware's change, nor of a fault that apcore passes over
+                await conversation.report_chunk(text)
+        # Written before middleware ran, which may have changed it, and without the faults that apcore passes over.
+        call.output_json = None
         return output
 
     def _outcome_of(self, call: Call, error: BaseException, trace_id: str) -> JSONObject | Exception:
         """What a call is answered with that has raised `error`."""
-        if call.is_refused:
+        conversation = call.conversation
+        if conversation.is_refused:
             # Agents of the handshake versions show their model a tool's error, but may stop at one of the protocol.
             result = failure(_TOO_MANY, "TOO_MANY_QUESTIONS")
-            return protocol_error(-32000, _TOO_MANY) if call.way is Way.RESULT else result
-        if call.running is not None and call.running.cancelling():
+            return protocol_error(-32000, _TOO_MANY) if conversation.client.way is Way.RESULT else result
+        if conversation.running is not None and conversation.running.cancelling():
             return failure(SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
         if isinstance(error, errors.ApprovalPendingError) and "requestedSchema" in (error.result.metadata or {}):
             question = {"method": "elicitation/create", "params": {"mode": "form", **error.result.metadata}}
             asked = {QUESTION_KEY: question}
             return {"resultType": "input_required", "requestState": QUESTION_KEY, "inputRequests": asked}
-        modules = [*call.modules.values()]
-        cause: BaseException | None = error
-        while cause is not None:  # what another Executor has run is known by apcore's errors alone
-            details = getattr(cause, "details", None)
-            chain = details.get("call_chain") if isinstance(details, dict) else None
-            modules += map(self.options.registry.get, chain if isinstance(chain, list) else ())
-            cause = cause.__context__
-        mapper = _ErrorMapper(call.label, call.tool, call.arguments, modules, trace_id, self.options.mask_errors)
+        taken_part = [*call.modules.values()]
+        masks = self.options.mask_errors
+        mapper = _ErrorMapper(conversation.label, call.tool, conversation.arguments, taken_part, trace_id, masks)
         result = mapper.to_result(error)
-        if isinstance(error, errors.ApprovalDeniedError) and error.reason == NOBODY and call.way is Way.UNDECLARED:
+        is_undeclared = conversation.client.way is Way.UNDECLARED
+        if isinstance(error, errors.ApprovalDeniedError) and error.reason == NOBODY and is_undeclared:
             data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
             return protocol_error(-32021, "Client did not declare form elicitation", data)
         return result
@@ -1755,21 +991,24 @@ class ExecutionRouter:
         self, tool: str, caller: Identity | None, outcome: JSONObject | Exception, started: float, trace_id: str
     ) -> None:
         """Tell who wants to know of a call that has ended, unless it is to go on later."""
-        if not self.listeners or (isinstance(outcome, dict) and "inputRequests" in outcome):
+        if isinstance(outcome, dict) and "inputRequests" in outcome:
             return
         code = "ok"
         if isinstance(outcome, Exception):
             code = str(cast(Any, outcome).error.code)  # of JSON-RPC
         elif outcome["isError"]:
             code = outcome["_meta"]["apcore-mcp/error"]["error_type"]
+        if self._logs_ends:
+            _log_end(tool, caller, code, time.perf_counter() - started, trace_id)
         for listener in self.listeners:
-            listener(CallEnd(tool, caller, code, time.perf_counter() - started, trace_id))
+            listener(code)
 
 
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
 _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+_CONFIRMED_SECONDS = 300.0  # how long a user may think where nothing waits, so that an answer could be sent again
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
 _APPS_EXTENSION = "io.modelcontextprotocol/ui"
@@ -1838,8 +1077,6 @@ class Bridge:
         self._lists_changed = asyncio.Event()
         self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
         self.entrance = ExitStack()  # closed as soon as the server is told to end: where clients connect
-        self.streams = 0  # that SSE clients have open
-        self.open_sessions: Mapping[str, Any] = {}  # of handshake clients: the SDK's transports, by session id
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
@@ -1880,7 +1117,8 @@ class Bridge:
         from mcp_types import CallToolRequestParams
 
         extensions = [*(self.options.mcp_extensions or ())]
-        if not self.options.stateless and Path(__file__).with_name("tasks.py").exists():
+        is_asked_for = self.options.task_after not in (None, 5.0)  # tasks are the default, and their file optional
+        if not self.options.stateless and (is_asked_for or Path(__file__).with_name("tasks.py").exists()):
             from .tasks import Tasks
 
             self.router.tasks = Tasks(self.options.task_after)
@@ -1908,18 +1146,11 @@ class Bridge:
                 if self.router.tasks is not None:
                     await self.router.tasks.finish()
             for call in self.router.running:
-                call.cancel()
+                call.conversation.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
                 await self.activity.idle.wait()
             for each in self.endless:
                 each.cancel()
-            # The SDK would cancel them all at once, and anyio then looks at all that are left again and again.
-            for session in [*self.open_sessions.values()]:
-                await session.terminate()
-            for _ in range(100):  # a second at most; what has not ended by then is cancelled
-                if not self.open_sessions:
-                    break
-                await asyncio.sleep(0.01)
 
     # Server middleware, outermost first; the SDK's own handling of a request is innermost.
 

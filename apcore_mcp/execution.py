@@ -4,8 +4,7 @@ They plug into apcore's `ExecutionStrategy`, for as long as `steps_in_place()` l
 server alone. Without them, functions would be given JSON's values instead of what their hints say, a call that is
 cancelled or times out would run on, and calls of modules with pydantic models would take three times as long.
 
-Each step is a piece that apcore 0.32 lacks, and says what would make it needless. Nothing here is imported from
-`core.py`: what a call is to these steps is the protocol `Call`.
+Each step is a piece that apcore 0.32 lacks, and says what would make it needless.
 """
 
 from __future__ import annotations
@@ -20,137 +19,24 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Protocol, cast, get_args, get_origin, get_type_hints
+from contextlib import contextmanager
+from typing import Any, cast
 
-from apcore import Config, FunctionModule, Registry
+from apcore import Config, Registry
 from apcore.builtin_steps import BuiltinExecute, BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
 from apcore.context import Context
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.streaming import StreamingModule
-from pydantic import BaseModel, create_model
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
-__all__ = ["THREADS_MAX", "Function", "busy_threads", "daemon_threads", "function_of", "silence", "steps_in_place"]
+from .call import RunningCall, call_of
+from .conversation import silence
+from .functions import Function, function_of
+from .schemas import ModelType, marks_of
 
-Model = type(BaseModel)  # the metaclass of pydantic's models
-
-
-class Call(Protocol):
-    """What a tool call is to the steps that run modules for it."""
-
-    def owns(self, context: Context[Any]) -> bool:
-        """Whether `context` is that of the tool's own module, and not of what that module calls."""
-        ...
-
-    def record(self, module: Any) -> None:
-        """Note that `module` takes part in the call."""
-        ...
-
-    def begin(self) -> bool:
-        """Note that the tool's own module begins. Returns whether it has no time limit."""
-        ...
-
-    def write(self, output: Any) -> dict[str, Any]:
-        """What the tool's own module gave, checked and as plain JSON."""
-        ...
-
-    def function(self, module_id: str, module: Any) -> Function | None:
-        """What `function_of(module)` says, kept for modules that are listed."""
-        ...
-
-
-# Finds the tool call that a module runs for: by its context, or with None that of the running code.
-CallOf = Callable[[Context[Any] | None], Call | None]
-# Finds what apcore has to know of a module's schema to redact by it, a JSON schema; `{}` where it marks nothing.
-MarksOf = Callable[[Any], dict[str, Any]]
-
-
-# ---- Functions: in by their hints, out by their hint ----
-
-
-def is_apcores(thing: Any) -> bool:
-    """Whether apcore has made `thing`, a class or a function, while it made a module of a function."""
-    return getattr(thing, "__module__", None) == FunctionModule.__module__ and not hasattr(thing, "__wrapped__")
-
-
-class Function:
-    """The function that apcore has made a module of, called with what its hints say.
-
-    apcore makes a model of the hints and validates by it, but hands on what was sent: the text of a date, the list of a
-    set. This goes when `FunctionModule` passes on what its model has read.
-
-    `model` reads the arguments, or is None where the module has a schema of its own: then the function is given what
-    was sent. `returns` is the hint of what the function returns."""
-
-    def __init__(self, module: FunctionModule) -> None:
-        # Private, as apcore has no public name for it, and its `execute` makes a dict of a model that is returned.
-        self.function: Callable[..., Any] = module._func  # pyright: ignore[reportPrivateUsage]
-        hints: dict[str, Any] = {}
-        with suppress(NameError):  # apcore looks for the Context in the same way
-            hints = get_type_hints(self.function, include_extras=True)
-        self.returns = hints.pop("return", Any)
-        self.is_async = inspect.iscoroutinefunction(self.function)
-        self._contexts = [name for name, hint in hints.items() if hint is Context]
-        self._parameters = inspect.signature(self.function).parameters
-        self.others = next((p for p in self._parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        self.others_hint = Any if self.others is None else hints.get(self.others.name, Any)
-        self.model: Any = None
-        self._filled: list[str] = []  # parameters whose default only the model has: `limit: int = Field(10, le=50)`
-        if is_apcores(module.input_schema):
-            self.model = _with_defaults(module.input_schema, hints)
-            for name, field in self.model.model_fields.items():
-                default = self._parameters[name].default
-                if not field.is_required() and (default is inspect.Parameter.empty or isinstance(default, FieldInfo)):
-                    self._filled.append(name)
-        # A schema of a binding's or an adapter's, which says nothing of the hint.
-        self.is_foreign = not is_apcores(module.output_schema) and module.output_schema is not self.returns
-        # Of every other hint than a model or a dict, apcore promises `{"result": ...}`.
-        self.is_wrapped = is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
-
-    def arguments(self, read: BaseModel, sent: dict[str, Any]) -> dict[str, Any]:
-        """What the function is called with, by what its model has read of what was sent: that, defaults that it lacks,
-        and what it does not take, for Python to refuse."""
-        known = {field.alias or name for name, field in self.model.model_fields.items()}
-        names = {*read.model_fields_set, *self._filled}
-        others = {name: value for name, value in sent.items() if name not in known}
-        return {**others, **{name: value for name, value in read if name in names}}
-
-    def bound(self, arguments: dict[str, Any], context: Context[Any]) -> Callable[[], Any]:
-        """A call of the function with these arguments and the call's context."""
-        return functools.partial(self.function, **{**arguments, **dict.fromkeys(self._contexts, context)})
-
-    def output(self, returned: Any) -> dict[str, Any]:
-        """What the function returned, in the form that apcore has promised to other modules."""
-        if self.is_wrapped:
-            return {"result": returned}
-        if returned is None:
-            return {}
-        if isinstance(returned, BaseModel):
-            return returned.model_dump(warnings=False)  # they quote values
-        return returned if isinstance(returned, dict) else {"result": returned}
-
-
-def _with_defaults(model: type[BaseModel], hints: dict[str, Any]) -> type[BaseModel]:
-    """`model`, which apcore has made of `hints`, with the defaults that stand in the hints: for
-    `size: Annotated[int, Field(default=7)]` apcore says that `size` is required."""
-    fields: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        hint = hints.get(name)
-        for part in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-            if field.is_required() and isinstance(part, FieldInfo) and not part.is_required():
-                fields[name] = (hint, part)
-    return create_model(model.__name__, __base__=model, **fields) if fields else model
-
-
-def function_of(module: Any) -> Function | None:
-    """The function that a module was made of; None for a class, and where `execute` is not apcore's."""
-    if isinstance(module, FunctionModule) and is_apcores(module.execute):
-        return Function(module)
-    return None
-
+__all__ = ["THREADS_MAX", "busy_threads", "daemon_threads", "steps_in_place"]
 
 # ---- Threads of sync modules ----
 
@@ -213,12 +99,6 @@ def busy_threads() -> int:
     return len(_module_threads.busy)
 
 
-def silence(future: asyncio.Future[Any]) -> None:
-    """Take note of what `future` raised, when nobody else will: or asyncio logs it, and it may quote secrets."""
-    if not future.cancelled():
-        future.exception()
-
-
 # ---- Views: a module as one of apcore's steps sees it ----
 
 
@@ -238,12 +118,11 @@ class _SchemaView(_View):
     apcore asks for its JSON schema three times in every call, to redact what hooks may log, and pydantic writes it anew
     each time. That is most of what a call with ten fields costs. This goes when apcore keeps it."""
 
-    def __init__(self, schema: Any, marks_of: MarksOf) -> None:
+    def __init__(self, schema: Any) -> None:
         super().__init__(schema)
-        self._marks_of = marks_of
 
     def model_json_schema(self) -> dict[str, Any]:
-        return self._marks_of(self.viewed)
+        return marks_of(self.viewed)
 
 
 class _ModelView(_SchemaView):
@@ -276,28 +155,27 @@ class _Written:
 class _ModuleView(_View):
     """A module whose schemas are views."""
 
-    def __init__(self, module: Any, marks_of: MarksOf, function: Function | None = None) -> None:
+    def __init__(self, module: Any, function: Function | None = None) -> None:
         super().__init__(module)
         model = None if function is None else function.model
-        self.input_schema = _view_of(model or getattr(module, "input_schema", None), marks_of)
-        self.output_schema = _view_of(getattr(module, "output_schema", None), marks_of)
+        self.input_schema = _view_of(model or getattr(module, "input_schema", None))
+        self.output_schema = _view_of(getattr(module, "output_schema", None))
 
 
-def _view_of(schema: Any, marks_of: MarksOf) -> Any:
-    view = _ModelView if isinstance(schema, Model) else _SchemaView
-    return None if schema is None else view(schema, marks_of)
+def _view_of(schema: Any) -> Any:
+    view = _ModelView if isinstance(schema, ModelType) else _SchemaView
+    return None if schema is None else view(schema)
 
 
 class _RegistryView(_View):
     """A registry whose modules are views."""
 
-    def __init__(self, registry: Registry, marks_of: MarksOf) -> None:
+    def __init__(self, registry: Registry) -> None:
         super().__init__(registry)
-        self._marks_of = marks_of
 
     def get(self, *arguments: Any, **options: Any) -> _ModuleView | None:
         module = self.viewed.get(*arguments, **options)
-        return None if module is None else _ModuleView(module, self._marks_of)
+        return None if module is None else _ModuleView(module)
 
 
 class _RunningModule(_View):
@@ -341,14 +219,12 @@ class _RunningModule(_View):
 class _Step(BaseStep):
     """One of apcore's steps, which does more in the calls of a server; in other calls it does what apcore's does."""
 
-    def __init__(self, step: BaseStep, call_of: CallOf, marks_of: MarksOf) -> None:
+    def __init__(self, step: BaseStep) -> None:
         vars(self).update(vars(step))  # its name, its time limit and the like
         self.step = step
-        self._call_of = call_of
-        self._marks_of = marks_of
 
     async def execute(self, ctx: PipelineContext) -> StepResult:
-        call = self._call_of(ctx.context)
+        call = call_of(ctx.context)
         if call is None:
             return await self.step.execute(ctx)
         module = ctx.module
@@ -358,36 +234,36 @@ class _Step(BaseStep):
             if module is not None:
                 ctx.module = module
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
+    async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
         raise NotImplementedError
 
 
 class _Lookup(_Step):
     """Looks a module up and redacts its arguments for hooks. From here on, errors may quote these."""
 
-    def __init__(self, step: BaseStep, call_of: CallOf, marks_of: MarksOf) -> None:
-        super().__init__(step, call_of, marks_of)
+    def __init__(self, step: BaseStep) -> None:
+        super().__init__(step)
         # The registry that the step asks is private. It is set on a copy: if apcore changes here, a call takes longer
         # and is as right as before.
         self._lookup = cast(Any, copy.copy(step))
         if isinstance(getattr(self._lookup, "_registry", None), Registry):
-            self._lookup._registry = _RegistryView(self._lookup._registry, marks_of)
+            self._lookup._registry = _RegistryView(self._lookup._registry)
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
+    async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
         result: StepResult = await self._lookup.execute(ctx)
         if isinstance(ctx.module, _ModuleView):
             ctx.module = ctx.module.viewed
-        call.record(ctx.module)
+        call.record(ctx.module_id, ctx.module)
         return result
 
 
 class _InputValidation(_Step):
     """Validates the arguments, and hands a function what its hints say."""
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
-        call.record(module)
-        function = call.function(ctx.module_id, module)
-        view = ctx.module = _ModuleView(module, self._marks_of, function)
+    async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
+        call.record(ctx.module_id, module)
+        function = function_of(module)
+        view = ctx.module = _ModuleView(module, function)
         result = await self.step.execute(ctx)
         if function is not None and function.model is not None and view.input_schema.read is not None:
             ctx.validated_inputs = function.arguments(view.input_schema.read, ctx.inputs)
@@ -397,12 +273,13 @@ class _InputValidation(_Step):
 class _Execution(_Step):
     """Runs a module. What runs for the call ends with it, and what the tool's own module gives is written at once."""
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
+    async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
         step = self.step
-        function = call.function(ctx.module_id, module)
+        function = function_of(module)
         running = ctx.module = _RunningModule(module, function, ctx.stream)
         is_own = call.owns(ctx.context)
-        if is_own and call.begin():
+        task = call.conversation.task
+        if is_own and task is not None and task.begin():
             step = _without_limit()
             ctx.context.global_deadline = math.inf  # not None: what the module calls would be given one
         try:
@@ -450,8 +327,8 @@ async def _until(deadline: float, stream: Any) -> AsyncIterator[Any]:
 class _OutputValidation(_Step):
     """Validates what other modules get. What the call has written is only redacted for hooks."""
 
-    async def _execute_for(self, call: Call, ctx: PipelineContext, module: Any) -> StepResult:
-        view = ctx.module = _ModuleView(module, self._marks_of)
+    async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
+        view = ctx.module = _ModuleView(module)
         if call.owns(ctx.context) and view.output_schema is not None:
             if ctx.stream:  # the chunks, put together
                 ctx.output = call.write(ctx.output)
@@ -468,14 +345,13 @@ _IN_THE_PLACE_OF: dict[type, type[_Step]] = {
 
 
 @contextmanager
-def steps_in_place(strategy: ExecutionStrategy, call_of: CallOf, marks_of: MarksOf) -> Iterator[None]:
-    """Meanwhile, run modules for the calls that `call_of` finds by the steps above. Steps of the user's own classes are
-    left alone."""
+def steps_in_place(strategy: ExecutionStrategy) -> Iterator[None]:
+    """Meanwhile, run modules for the calls of servers by the steps above. Steps of a user's own classes stay."""
     for index, step in enumerate(strategy.steps):
         served = _IN_THE_PLACE_OF.get(type(step))
         if served is not None and isinstance(step, BaseStep):
             # Not by `replace()`, which refuses the look-up, so that no pipeline loses it; this is that same look-up.
-            strategy.steps[index] = served(step, call_of, marks_of)
+            strategy.steps[index] = served(step)
     try:
         yield
     finally:

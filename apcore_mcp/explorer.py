@@ -1,6 +1,6 @@
 """The Tool Explorer: a page on which people look at the tools of a server and run them, and as JSON what it shows.
 
-It is ASGI routes for below `explorer_prefix`, which have to stand behind core.py's guard of Host and Origin; the page
+It is ASGI routes for below `explorer_prefix`, which have to stand behind web.py's guard of Host and Origin; the page
 is `explorer.html` beside this file. Without the two, there is no such page, and all else works.
 """
 
@@ -19,7 +19,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from . import __version__
-from .core import Bridge, Call, caller_of
+from .client import caller_of
+from .core import Bridge
 
 __all__ = ["routes"]
 
@@ -111,16 +112,15 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
         with the report that clients find in `_meta`."""
         if not options.allow_execute:
             return answer({"error": "Tool execution is disabled"}, 403)
-        called = catalog.find(request.path_params["name"])
-        if called is None:
-            bridge.router.not_found(request.path_params["name"], caller_of(request.scope))  # which logs it
+        name, caller = request.path_params["name"], caller_of(request.scope)
+        if catalog.find(name) is None:
+            bridge.router.not_found(name, caller)  # which logs it
             return not_found(request)
         try:
             arguments = {**from_json(await request.body(), allow_inf_nan=False)}
         except (TypeError, ValueError):  # JSON of something else than an object, and no JSON
             return answer({"error": "Request body must be a JSON object: the tool's arguments"}, 400)
-        running = Call(called, arguments, caller_of(request.scope), bridge.router, structured=True)
-        result = await bridge.router.run(running)
+        result = await bridge.router.call(name, arguments, caller, structured=True)
         text, *files = result["content"]
         if not result["isError"]:
             content = {"content": files} if files else {}

@@ -16,7 +16,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from .core import SENTENCES, UNEXPECTED, Catalog, Options, Tool, logger, openai_function, portable_name
+from .core import SENTENCES, UNEXPECTED, Catalog, Tool, logger, portable_name
+from .openai import openai_function
+from .options import Options
 from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive
 
 __all__ = ["check", "export"]

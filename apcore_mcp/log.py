@@ -15,20 +15,23 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from apcore.utils.redaction import REDACTED_VALUE
 
-__all__ = ["configure", "log_to_stderr", "tell", "values_hidden"]
+from .call import call_of
+
+__all__ = ["configure", "log_to_stderr", "one_line", "tell", "values_hidden"]
 
 _FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
 
-def _line(text: str, limit: int) -> str:
-    r"""`text` in one line of at most `limit` characters: a line break becomes `\n`."""
+def one_line(text: str, limit: int | None = None) -> str:
+    r"""`text` in one line, of at most `limit` characters: with escapes for line breaks (`\n`), control characters and
+    characters that reverse what follows them."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:limit])[:limit]
 
 
@@ -40,13 +43,13 @@ class _Formatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _line(super().formatMessage(record), 10_000)
+        return one_line(super().formatMessage(record), 10_000)
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).split("\n")
         if len(lines) > 80:
             lines[40:-40] = [f"... {len(lines) - 80} more lines ..."]
-        return "\n".join(f"  {_line(line, 250)}" for line in lines)
+        return "\n".join(f"  {one_line(line, 250)}" for line in lines)
 
 
 class _StderrHandler(logging.handlers.QueueHandler):
@@ -116,7 +119,7 @@ def configure(path: str) -> None:
         config = json.loads(Path(path).read_text("utf-8"))
         logging.config.dictConfig({"disable_existing_loggers": False, **config})
     except Exception as error:  # boundary: what the file names is made, whatever that raises
-        raise ValueError(_line(f"--log-config {path}: {error.__cause__ or error}", 1_000)) from None
+        raise ValueError(one_line(f"--log-config {path}: {error.__cause__ or error}", 1_000)) from None
 
 
 # apcore's loggers that quote arguments, outputs, or errors that do.
@@ -124,13 +127,13 @@ _QUOTING = "schema.hardening executor pipeline middleware.manager middleware.log
 
 
 @contextmanager
-def values_hidden(call_of: Callable[[None], Any]) -> Iterator[None]:
+def values_hidden() -> Iterator[None]:
     """Let no record of apcore's log show values of a call in which something is marked: these are its arguments, or
-    stand in its text. `call_of(None)` is the call that the running code belongs to, if any."""
+    stand in its text."""
 
     def hide(record: logging.LogRecord) -> bool:
         call = call_of(None)
-        if call is None or not call.is_secret():
+        if call is None or not call.is_secret:
             return True
         if isinstance(record.args, tuple) and record.args:
             record.args = tuple(each if isinstance(each, int | float) else REDACTED_VALUE for each in record.args)

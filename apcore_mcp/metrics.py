@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from apcore.observability import MetricsCollector, MetricsMiddleware
@@ -17,8 +17,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import __version__
-from .core import Bridge, CallEnd, Options
+from .core import Bridge
 from .execution import busy_threads
+from .options import Options
 
 __all__ = ["Metrics", "collecting"]
 
@@ -31,9 +32,10 @@ class Metrics:
     Calls are counted by their outcome, "ok" or the code of the error, and requests that are refused by their status.
     Beyond a hundred outcomes, the calls of all others are counted together, as "other"."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, count_sessions: Callable[[], int]) -> None:
         self.route: BaseRoute = Route("/metrics", self._export)
         self._bridge = bridge
+        self._count_sessions = count_sessions
         self._ended = Counter[str](ok=0)
         self._refused = Counter[str]()
         bridge.router.listeners.append(self._count_call)
@@ -52,8 +54,8 @@ class Metrics:
 
         return counted
 
-    def _count_call(self, end: CallEnd) -> None:
-        outcome = end.outcome[:_OUTCOME_CHARACTERS].replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    def _count_call(self, outcome: str) -> None:
+        outcome = outcome[:_OUTCOME_CHARACTERS].replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         is_apart = outcome in self._ended or len(self._ended) < _OUTCOMES_MAX
         self._ended[outcome if is_apart else "other"] += 1
 
@@ -62,7 +64,7 @@ class Metrics:
         lines = [bridge.options.metrics_collector.export_prometheus().rstrip("\n")]  # an empty line means nothing
         lines += _metric("info", "gauge", "The version of apcore-mcp", {__version__: 1}, "version")
         lines += _metric("calls_running", "gauge", "Calls that have not ended", {"": len(bridge.router.running)})
-        lines += _metric("sessions", "gauge", "Open sessions", {"": len(bridge.open_sessions) + bridge.streams})
+        lines += _metric("sessions", "gauge", "Open sessions", {"": self._count_sessions()})
         lines += _metric("threads_busy", "gauge", "Threads that run sync modules", {"": busy_threads()})
         lines += _metric("calls_total", "counter", "Calls that have ended", self._ended, "outcome")
         lines += _metric("requests_refused_total", "counter", "Refused HTTP requests", self._refused, "status")

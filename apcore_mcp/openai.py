@@ -1,37 +1,127 @@
-"""The way back of a model's calls: what OpenAI's API returned, as a module's inputs, or run.
+"""OpenAI, both directions: tools as function definitions, and a model's calls as a module's inputs, or run.
 
-It plugs into `core.py`: a function's name becomes the tool that `to_openai_tools()` made it of, and a call goes through
-the router. Without it, definitions can be made, and nothing reads what a model does with them.
+It plugs into `core.py`: definitions are made of its catalog, and a call goes through its router. Of strict mode, the
+rewriting of a schema and what undoes it in a call stand side by side.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from apcore import APCore, Executor, Registry
 from apcore.approval import ApprovalHandler
 from apcore.context import Identity
+from apcore.schema.openai_strict import SUPPORTED_FORMATS, detect_openai_strict_incompatibilities
 from jsonschema import Draft202012Validator
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from .core import Call, Catalog, ExecutionRouter, Options, Tool, installation, options_of, portable_name
+from .client import Client
+from .core import Catalog, ExecutionRouter, Tool, installation, logger, portable_name
+from .options import Options, options_of
 from .schemas import (
+    CONSTRAINTS,
     OTHER_PROPERTIES,
     JSONObject,
     JSONSchema,
+    branches,
     in_place,
     integral,
     is_valid,
+    map_subschemas,
+    nullable,
     part_schemas,
     properties_of,
     types_of,
 )
 
-__all__ = ["from_openai_call", "from_openai_name", "run_openai_call"]
+__all__ = ["from_openai_call", "from_openai_name", "openai_function", "run_openai_call", "to_openai_tools"]
 
-_SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
+# ---- Strict mode, and its inverse; pure ----
+
+# Strict mode refuses these. A model reads them in the description instead, and the module's own validation holds them.
+_FOR_DESCRIPTION = frozenset(
+    "minLength maxLength uniqueItems minProperties maxProperties propertyNames dependentRequired contains minContains"
+    " maxContains".split()
+)
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")  # in a pattern, such as pydantic's for a Decimal
+
+
+def openai_function(tool: Tool, *, strict: bool = False, embed_annotations: bool = False) -> JSONObject:
+    """A tool as an OpenAI function definition. A WARNING says where strict mode refuses its parameters all the same, or
+    takes something away from them."""
+    function: JSONObject = {"name": portable_name(tool.module_id), "description": tool.about.description}
+    if embed_annotations:
+        function["description"] += tool.about.to_suffix()
+    function["parameters"] = tool.input_schema
+    if strict:
+        parameters = _to_strict(tool.input_schema)
+        problems = [*detect_openai_strict_incompatibilities(parameters), *_too_open(tool.input_schema, "")]
+        if problems:
+            text = "Schema for module '%s' uses what is incompatible with strict mode: %s; export it without strict"
+            logger.warning(text, tool.module_id, ", ".join(problems))
+        function |= {"parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
+
+
+def _too_open(schema: JSONSchema, place: str) -> Iterator[str]:
+    """What strict mode cannot say, and where: `tags.items: any type`, `by.items: additionalProperties`."""
+    types = types_of(schema)
+    if not schema.keys() & {"type", "enum", "const", "anyOf", "oneOf", "allOf", "not"}:
+        yield f"{place or 'the root'}: any type"
+    if "array" in types and not schema.get("items"):  # or a tuple, which apcore finds
+        if "prefixItems" not in schema:
+            yield f"{place}: items of any type"
+        return
+    others = schema.get("additionalProperties", False if properties_of(schema) or not place else "object" in types)
+    if others is not False:
+        yield f"{place or 'the root'}: additionalProperties, of which a model can send none"
+    for name, field in properties_of(schema).items():
+        yield from _too_open(field, f"{place}.{name}".lstrip("."))
+    for keyword in ("items", "anyOf", "oneOf", "allOf"):
+        for number, branch in enumerate(branches(schema, [keyword])):
+            yield from _too_open(branch, f"{place}.{keyword}" if keyword == "items" else f"{place}.{keyword}.{number}")
+
+
+def _is_for_description(keyword: str, value: Any) -> bool:
+    """Whether strict mode refuses a keyword with this value that a model can be told of in words."""
+    if keyword == "pattern":
+        return _LOOKS_AROUND.search(value) is not None
+    if keyword == "format":
+        return value not in SUPPORTED_FORMATS
+    return keyword in _FOR_DESCRIPTION
+
+
+def _to_strict(schema: JSONSchema) -> JSONSchema:
+    """Rewrite a self-contained schema for OpenAI's strict mode (FR-OPENAI-003; OpenAI guide "Structured Outputs").
+
+    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
+    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
+    keywords: JSONSchema = {}
+    limits: list[str] = []
+    for keyword, value in schema.items():
+        if _is_for_description(keyword, value):
+            limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
+        elif keyword == "oneOf":
+            keywords["anyOf"] = value
+        elif keyword in CONSTRAINTS or keyword == "description":
+            keywords[keyword] = value
+    strict = map_subschemas(keywords, lambda inner, _: _to_strict(inner))
+    if limits:
+        strict["description"] = f"{schema.get('description', '')} ({', '.join(limits)})".lstrip()
+    if "properties" in schema or "object" in types_of(schema):
+        properties = properties_of(strict)
+        for name, field in properties_of(schema).items():
+            # A tag of a union has a default too, but pydantic cannot choose a branch by null.
+            is_tag = "const" in field and field["const"] == field.get("default")
+            if name not in schema.get("required", ()) and not is_tag:
+                properties[name] = nullable(properties[name])
+        strict |= {"properties": properties, "required": sorted(properties), "additionalProperties": False}
+    return strict
 
 
 def _suits(value: Any, schema: JSONSchema) -> bool:
@@ -109,6 +199,54 @@ def _knows(names: Iterable[str], schema: JSONSchema, branch: JSONSchema) -> bool
     return not is_closed
 
 
+# ---- Definitions out ----
+
+
+def to_openai_tools(
+    registry_or_executor: Registry | Executor | APCore, *, embed_annotations: bool = False, strict: bool = False,
+    tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
+    search: bool = False,
+) -> list[JSONObject]:  # fmt: skip
+    """The modules as OpenAI tool definitions, plain dicts for `client.chat.completions.create(tools=...)`.
+
+        [{"type": "function", "function": {"name": "image-resize", "description": "...", "parameters": {...}}}, ...]
+
+    `embed_annotations` appends what an annotation says that is not the default to the description. `strict` adds
+    `"strict": True` and rewrites the parameters for OpenAI's strict mode; a WARNING for each tool says where that mode
+    cannot say what the module takes. `tags` (all of them) and `prefix` choose modules; with an `identity`, so does the
+    ACL: only what it lets that caller call is offered. With `search` there are two functions in the place of all,
+    `search_tools` and `call_tool`, for `run_openai_call(search=True)`; `call_tool` is never strict, as its arguments
+    are open. A module that cannot be converted is left out with a WARNING. Raises TypeError for neither a Registry nor
+    an Executor; ValueError for an empty tag or prefix, and for a module id with a hyphen, which nobody could tell from
+    a dot. Source: FR-OPENAI-001 to -007.
+    """
+    options = options_of("to_openai_tools()", registry_or_executor, tags=tags, prefix=prefix, search=search)
+    catalog = Catalog(options)
+    with_hyphen = [module_id for module_id in catalog.tools if "-" in module_id]
+    if with_hyphen:
+        raise ValueError(f"Module ids must not contain hyphens, which stand for dots in names: {with_hyphen}")
+    tools: Collection[Tool] = catalog.tools.values()
+    lenient: Set[str] = set()
+    if search:
+        from .search import CALL_TOOL, SearchTools
+
+        tools = SearchTools(catalog, options).tools.values()
+        lenient = {CALL_TOOL}
+    elif identity is not None:
+        with ThreadPoolExecutor() as threads:  # the caller's own thread may run an event loop already
+            tools = threads.submit(asyncio.run, catalog.offered(tools, identity)).result()
+    functions = []
+    for tool in tools:
+        is_strict = strict and tool.module_id not in lenient
+        functions.append(openai_function(tool, strict=is_strict, embed_annotations=embed_annotations))
+    return functions
+
+
+# ---- A model's calls in, and run ----
+
+_SHORTENED = re.compile(r".{54}-0[0-9a-f]{8}")  # no segment of a module id starts with a digit
+
+
 class _NotOffered(ValueError):
     """A model called a function that `to_openai_tools` does not offer."""
 
@@ -148,24 +286,24 @@ def from_openai_call(
     inputs = _read_arguments(name, arguments)
     catalog = Catalog(options)
     if search:
-        from .search import CALL_TOOL, SEARCH_TOOLS, SearchTools, target_of
+        from .search import SearchTools
 
-        if name == SEARCH_TOOLS:
-            raise ValueError(f"{name!r} calls no module: run_openai_call() answers it")
-        if name == CALL_TOOL:
-            for fault in SearchTools(catalog, options).faults(name, inputs):
+        two = SearchTools(catalog, options)
+        own, name, inputs = two.resolve(name, inputs)
+        if own is not None:
+            for fault in two.faults(name, inputs):
                 where = f"{fault['field'] or '(root)'}: {fault['message']}"
                 raise ValueError(f"Arguments of {name!r} are not valid: {where}")
-            name, inputs = target_of(inputs)
+            raise ValueError(f"{name!r} calls no module: run_openai_call() answers it")
     tool = _called_tool(catalog, options, name)
-    return tool.module_id, _drop_nulls(inputs, tool.input_schema)[0]
+    return tool.module_id, _drop_nulls(integral(inputs), tool.input_schema)[0]
 
 
 def _read_arguments(name: str, arguments: str | JSONObject) -> JSONObject:
     inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return cast(JSONObject, integral(inputs))
+    return inputs
 
 
 def _called_tool(catalog: Catalog, options: Options, name: str) -> Tool:
@@ -176,6 +314,17 @@ def _called_tool(catalog: Catalog, options: Options, name: str) -> Tool:
     if tool is None:
         raise _NotOffered(f"to_openai_tools() offers no function {name!r}")
     return tool
+
+
+class _FunctionRouter(ExecutionRouter):
+    """Takes calls by the names of functions and with the arguments that a model wrote."""
+
+    def find(self, name: str, arguments: JSONObject) -> tuple[Tool | None, JSONObject]:
+        try:
+            tool = _called_tool(self.catalog, self.options, name)
+        except _NotOffered:
+            return None, arguments
+        return tool, _drop_nulls(arguments, tool.input_schema)[0]
 
 
 async def run_openai_call(
@@ -196,26 +345,13 @@ async def run_openai_call(
     TypeError and ValueError for wrong options, and nothing that a module raised."""
     given: JSONObject = {"tags": tags, "prefix": prefix, "search": search, "approval": approval}
     options = options_of("run_openai_call()", registry_or_executor, **given, max_result=max_result)
-    catalog = Catalog(options)
-    router = ExecutionRouter(catalog, options)
     try:
         inputs = _read_arguments(name, arguments)
     except ValueError as error:
         return f"Invalid input: {error}"
-    if router.search is not None and name in router.search.tools:
-        from .search import target_of
-
-        answer = await router.find(name, inputs, identity, "portable")
-        if answer is not None:
-            return str(answer["content"][0]["text"])
-        name, inputs = target_of(inputs)
-    try:
-        tool = _called_tool(catalog, options, name)
-    except _NotOffered:
-        return str(router.not_found(name, identity)["content"][0]["text"])
+    router = _FunctionRouter(Catalog(options), options)
     with installation(options.executor):
-        inputs = _drop_nulls(inputs, tool.input_schema)[0]
-        result = await router.run(Call(tool, inputs, identity, router, structured=False))
+        result = await router.call(name, inputs, identity, Client(names="portable"), structured=False)
     text, *files = result["content"]
     lines = [text["text"]]
     for file in files:

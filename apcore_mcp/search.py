@@ -10,18 +10,20 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from apcore import Identity, ModuleAnnotations, ModuleDescriptor
+from apcore.errors import SchemaValidationError
 from pydantic_core import to_json
 
-from .core import Catalog, Options, Tool, failure, label_of, logger, tool_result
+from .core import Catalog, Tool, tool_result
+from .options import Options
 from .schemas import JSONObject, subschemas
 
-__all__ = ["CALL_TOOL", "SEARCH_TOOLS", "SearchTools", "rank", "target_of"]
+__all__ = ["CALL_TOOL", "SEARCH_TOOLS", "SearchTools", "rank"]
 
 SEARCH_TOOLS = "search_tools"  # the names that the search transforms of FastMCP use
 CALL_TOOL = "call_tool"
@@ -115,40 +117,35 @@ class SearchTools:
 
     def faults(self, name: str, arguments: JSONObject) -> list[dict[str, str]]:
         """What is wrong with the arguments of one of the two."""
-        faults = self.tools[name].faults(arguments)
+        faults = self.tools[name].arguments.faults(arguments)
         for fault in faults:
             # Not in jsonschema's words, which quote what may be marked in the schema of the tool that was meant.
             if name == CALL_TOOL and fault["code"] != "required":
                 fault["message"] = _FORM
         return faults
 
-    async def answer(
-        self, name: str, arguments: JSONObject, caller: Identity | None, name_of: Callable[[Tool], str]
-    ) -> JSONObject | None:
-        """The result of a call of one of the two; None for a `call_tool` that is to call another.
+    def resolve(self, name: str, arguments: JSONObject) -> tuple[Tool | None, str, JSONObject]:
+        """Which of the two a client calls, if any, and by what name and arguments: a valid call of `call_tool` is that
+        of the tool that it names."""
+        if name == CALL_TOOL and not self.faults(name, arguments):
+            return None, arguments["name"], arguments.get("arguments", {})
+        return self.tools.get(name), name, arguments
 
-        `search_tools` finds what `caller` is offered, under the name that `name_of` gives it."""
-        label = label_of(name, caller)
-        faults = self.faults(name, arguments)
+    async def answer(self, tool: Tool, arguments: JSONObject, caller: Identity | None, names: str) -> JSONObject:
+        """The result of a call of one of the two: what `search_tools` finds of what `caller` is offered, by names as
+        the option `tool_names` has them. Raises apcore's SchemaValidationError for wrong arguments."""
+        faults = self.faults(tool.module_id, arguments)
         if faults:
-            return _refusal(label, faults)
-        if name == CALL_TOOL:
-            return None
-        logger.debug("Tool call: %s", label)
+            raise SchemaValidationError("Input validation failed", faults)
         tools = await self._catalog.offered(self._catalog.tools.values(), caller)
         listing: list[JSONObject] = []
-        for tool in rank(arguments["query"], tools)[:_FOUND_MAX]:
-            about = {"name": name_of(tool), "description": tool.about.description, "inputSchema": tool.input_schema}
-            listing.append(about)
+        for found in rank(arguments["query"], tools)[:_FOUND_MAX]:
+            about = {"name": found.name_as(names), "description": found.about.description}
+            listing.append({**about, "inputSchema": found.input_schema})
         if not listing:
             return tool_result(_groups(tools))  # Codex shows its model nothing but structured content, if there is any
         # Without structured content, Gemini CLI would take the text for it, and refuse an array.
         return tool_result(to_json(listing).decode(), structuredContent={"result": listing})
-
-
-def target_of(arguments: JSONObject) -> tuple[str, JSONObject]:
-    """What the arguments of a `call_tool` name: the tool, and the arguments to call it with."""
-    return arguments["name"], arguments.get("arguments", {})
 
 
 def _descriptor(
@@ -158,16 +155,6 @@ def _descriptor(
     required = list(properties)[:1]
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return ModuleDescriptor(name, title, text, None, schema, output_schema={}, annotations=annotations)
-
-
-def _refusal(label: str, faults: list[dict[str, str]]) -> JSONObject:
-    """The result of a call whose arguments are wrong, with a line for each fault. It is logged."""
-    lines = ["Input validation failed:"]
-    for fault in faults:
-        lines.append(f"- {fault['field'] or '(root)'}: {fault['message']} ({fault['code']})")
-    logger.error("Tool call error: %s - SchemaValidationError: %s", label, lines[0])  # the rest may quote what is sent
-    report = {"error_details": {"errors": faults}, "retryable": False, "user_fixable": True}
-    return failure("\n".join(lines), "SCHEMA_VALIDATION_ERROR", **report)
 
 
 def _groups(tools: Iterable[Tool]) -> str:

@@ -21,8 +21,9 @@ from mcp.shared.message import ServerMessageMetadata, SessionMessage
 from mcp_types import JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse, jsonrpc_message_adapter
 from pydantic_core import from_json
 
+from .conversation import silence
 from .core import Activity, Bridge
-from .execution import daemon_threads, silence
+from .execution import daemon_threads
 
 _WRITE_BUFFER_BYTES = 16 * 1024 * 1024  # of unread answers, before calls wait for the client: some send all calls first
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import date
 from decimal import Decimal
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeGuard, get_origin
+from typing import Any, TypeGuard, get_origin
 
 from apcore import ModuleDescriptor, ModuleError, errors
 from apcore.utils.redaction import REDACTED_VALUE
@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .faults import fault_at, faults_in, pydantic_faults
+from .functions import Function
 from .schemas import (
     JSONObject,
     JSONSchema,
@@ -42,10 +43,6 @@ from .schemas import (
     types_of,
     written_form,
 )
-
-if TYPE_CHECKING:
-    from .execution import Function
-
 
 # ---- Secrets ----
 

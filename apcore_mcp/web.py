@@ -10,7 +10,7 @@ import asyncio
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,8 +32,10 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import __version__
-from .core import Bridge, Options, address_of, caller_of, logger
+from .client import caller_of
+from .core import Bridge, logger
 from .execution import THREADS_MAX, busy_threads
+from .options import Options, address_of
 
 # A Host header, which is no more than a host and a port: the host of "a@b" would be b.
 _HOST = re.compile(r"(\[[\w:.%]+\]|[\w.-]*)(:\d+)?", re.ASCII)
@@ -64,49 +66,47 @@ def _is_allowed(host: str, options: Options, is_page: bool) -> bool:
     return False
 
 
-class _Guard:
-    """ASGI middleware: refuse requests whose host is not allowed, by their headers alone.
+def _guard(app: ASGIApp, options: Options, *, is_page: bool = False) -> ASGIApp:
+    """ASGI middleware: refuse requests whose host is not allowed, by their headers alone. With `is_page`, all requests
+    come from web pages, as browsers send no Origin with what a page loads from its own host."""
 
-    A request with an Origin comes from a web page, and that must be of the very host and port that the request names;
-    with `is_page`, all requests do, as browsers send no Origin with what a page loads from its own host. A POST must be
-    JSON, which no form of a page can send."""
-
-    def __init__(self, app: ASGIApp, options: Options, *, is_page: bool = False) -> None:
-        self._app = app
-        self._options = options
-        self._is_page = is_page
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # a WebSocket: no route is one
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        answer = self._refusal(scope) or self._app
+        answer = _refusal(scope, options, is_page) or app
         # Without an event store, the SDK gives no response at all to a client that wants to resume a stream: it gets a
         # new one, as MCP allows.
         scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != b"last-event-id"]}
         await answer(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    return guarded
 
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        origins = headers.getlist("origin")
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        session_ids = [headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")]
-        if not _is_allowed(host, self._options, self._is_page or bool(origins)):
-            status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
-            reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
-        elif not {origin.lower() for origin in origins} <= {f"http://{host}", f"https://{host}"}:
-            status, reason = 403, "Invalid Origin header: a web page must come from the host that it names"
-        elif scope["method"] == "POST" and media_type != "application/json":
-            status, reason = 415, "Content-Type must be application/json"
-        elif not all(map(_SESSION_ID.fullmatch, session_ids)):  # the SDK (2.3) logs them, line breaks included
-            status, reason = 400, "Invalid session ID"
-        else:
-            return None
-        origin = ", ".join(origins) or None
-        logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
-        return PlainTextResponse(reason, status)
+
+def _refusal(scope: Scope, options: Options, is_page: bool) -> Response | None:
+    """The answer to a request that may not come in.
+
+    A request with an Origin comes from a web page, and that must be of the very host and port that the request names. A
+    POST must be JSON, which no form of a page can send."""
+    headers = Headers(scope=scope)
+    host = headers.get("host", "").lower()
+    origins = headers.getlist("origin")
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    session_ids = [headers.get("mcp-session-id", ""), QueryParams(scope["query_string"]).get("session_id", "")]
+    if not _is_allowed(host, options, is_page or bool(origins)):
+        status, reason = 421, "Invalid Host header: to let it in, name it in allowed_hosts (--allowed-hosts)"
+        reason += "; to let a web page in, without a wildcard, such as tools.example.com:*"
+    elif not {origin.lower() for origin in origins} <= {f"http://{host}", f"https://{host}"}:
+        status, reason = 403, "Invalid Origin header: a web page must come from the host that it names"
+    elif scope["method"] == "POST" and media_type != "application/json":
+        status, reason = 415, "Content-Type must be application/json"
+    elif not all(map(_SESSION_ID.fullmatch, session_ids)):  # the SDK (2.3) logs them, line breaks included
+        status, reason = 400, "Invalid session ID"
+    else:
+        return None
+    origin = ", ".join(origins) or None
+    logger.warning("HTTP request refused: %s (Host %.200r, Origin %.200r)", reason, headers.get("host"), origin)
+    return PlainTextResponse(reason, status)
 
 
 def _count_posts(app: ASGIApp, bridge: Bridge) -> ASGIApp:
@@ -144,7 +144,7 @@ def _own_sessions(app: ASGIApp) -> ASGIApp:
     return owned
 
 
-def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
+def _answer_probes(app: ASGIApp, bridge: Bridge, open_sessions: Mapping[str, Any]) -> ASGIApp:
     """ASGI middleware before everything else, as probes need no login and no name: whether the server is alive,
     `/health` (FR-HEALTH-001), and whether it can take on more, `/ready`."""
     options = bridge.options
@@ -158,7 +158,7 @@ def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
 
     async def ready(request: Request) -> Response:
         reason = "the server ends" if bridge.deadline else ""
-        if len(bridge.open_sessions) >= options.max_sessions:
+        if len(open_sessions) >= options.max_sessions:
             reason = f"{options.max_sessions} sessions are open"
         if busy_threads() >= THREADS_MAX:
             reason = f"{THREADS_MAX} threads run modules"
@@ -168,8 +168,8 @@ def _answer_probes(app: ASGIApp, bridge: Bridge) -> ASGIApp:
     return ExceptionMiddleware(Router(probes, default=app, redirect_slashes=False))  # 405 is raised
 
 
-def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
-    """`/mcp`, or `/sse` and `/messages/`."""
+def _mcp_routes(bridge: Bridge, sessions: Any, open_streams: set[CancelScope]) -> list[BaseRoute]:
+    """`/mcp`, or `/sse` and `/messages/`, whose clients each have one of `open_streams`."""
     if bridge.options.transport != "sse":
         return [Route(path, StreamableHTTPASGIApp(sessions)) for path in ("/mcp", "/mcp/")]
     transport = SseServerTransport("/messages/")
@@ -180,11 +180,11 @@ def _mcp_routes(bridge: Bridge, sessions: Any) -> list[BaseRoute]:
             # The end of the server cancels the SDK's loop but not the stream, which still sends the last answers.
             with CancelScope() as connection:
                 bridge.endless.add(connection)
-                bridge.streams += 1
+                open_streams.add(connection)
                 try:
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
                 finally:
-                    bridge.streams -= 1
+                    open_streams.discard(connection)
 
     # A Route would take these functions for ones that return a response, and a Mount alone would let WebSockets in.
     return [
@@ -201,11 +201,12 @@ async def http_app(bridge: Bridge) -> Starlette:
         limits = {"session_idle_timeout": options.session_idle_seconds, "max_sessions": options.max_sessions}
     sessions = StreamableHTTPSessionManager(bridge.server, stateless=options.stateless, **limits)
     # Private, as nothing public tells of sessions. Without it, many sessions make the end take longer, and that is all.
-    bridge.open_sessions = getattr(sessions, "_server_instances", {})
-    routes = _mcp_routes(bridge, sessions)
+    open_sessions: Mapping[str, Any] = getattr(sessions, "_server_instances", {})  # the SDK's transports, by id
+    open_streams = set[CancelScope]()
+    routes = _mcp_routes(bridge, sessions, open_streams)
     middleware = [
-        Middleware(_answer_probes, bridge=bridge),
-        Middleware(_Guard, options=options),
+        Middleware(_answer_probes, bridge=bridge, open_sessions=open_sessions),
+        Middleware(_guard, options=options),
         *(options.middleware or ()),
         Middleware(RequestBodyLimitMiddleware, max_body_size=DEFAULT_MAX_REQUEST_BODY_SIZE),
         Middleware(_count_posts, bridge=bridge),
@@ -214,19 +215,31 @@ async def http_app(bridge: Bridge) -> Starlette:
     if options.metrics_collector:
         from .metrics import Metrics
 
-        metrics = Metrics(bridge)
+        metrics = Metrics(bridge, lambda: len(open_sessions) + len(open_streams))
         routes.append(metrics.route)
         middleware.insert(0, Middleware(metrics.count_refusals))
     if options.explorer:
         from .explorer import routes as explorer_routes
 
-        explorer = _Guard(Router(explorer_routes(bridge)), options, is_page=True)
+        explorer = _guard(Router(explorer_routes(bridge)), options, is_page=True)
         routes.append(Mount(options.explorer_prefix, explorer))
     await bridge.sessions.enter_async_context(sessions.run())
+    bridge.sessions.push_async_callback(_end_sessions, open_sessions)
     app = Starlette(routes=routes, middleware=middleware)
     # Starlette does it at the first request; here, middleware that cannot be made keeps the server from starting.
     app.middleware_stack = app.build_middleware_stack()
     return app
+
+
+async def _end_sessions(open_sessions: Mapping[str, Any]) -> None:
+    """End each session by itself. The SDK would cancel all at once, and anyio then look at all that are left again and
+    again."""
+    for session in [*open_sessions.values()]:
+        await session.terminate()
+    for _ in range(100):  # a second at most; what has not ended by then is cancelled
+        if not open_sessions:
+            break
+        await asyncio.sleep(0.01)
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,9 @@ from apcore.approval import ApprovalResult
 from apcore.errors import ApprovalDeniedError
 
 from apcore_mcp import elicit, report_progress, serve
-from apcore_mcp.approval import NOBODY, Way, call_of
+from apcore_mcp.approval import NOBODY
+from apcore_mcp.call import call_of
+from apcore_mcp.client import Client, Way
 
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -120,7 +122,9 @@ async def fail_late(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
 
 async def break_protocol(inputs: dict[str, Any], context: Any) -> Any:
     """Fails as the call of what needs approval does for a client that cannot be asked; the suite's can."""
-    call_of(context).way = Way.UNDECLARED
+    call = call_of(context)
+    assert call is not None
+    call.conversation.attach(Client(way=Way.UNDECLARED))
     raise ApprovalDeniedError(ApprovalResult("rejected", reason=NOBODY))
 
 
