@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from apcore import Executor
 from apcore.approval import AlwaysDenyHandler, ApprovalHandler, ApprovalRequest, ApprovalResult
 from apcore.builtin_steps import BuiltinApprovalGate
 from apcore.pipeline import ExecutionStrategy
@@ -24,7 +25,8 @@ from .arguments import Arguments
 from .call import RunningCall, call_of
 from .client import Way
 
-__all__ = ["CONTROL", "NOBODY", "QUESTION_KEY", "ElicitationApprovalHandler", "approver_of", "handler_in_place"]
+__all__ = ["CONTROL", "NOBODY", "QUESTION_KEY", "ElicitationApprovalHandler"]
+__all__ += ["approver_of", "handler_in_place", "has_handler"]
 
 logger = logging.getLogger("apcore_mcp")
 
@@ -161,16 +163,22 @@ class _ByServer:
         return await call.approver.check_approval(approval_id)
 
 
-def gates_of(strategy: ExecutionStrategy) -> list[BuiltinApprovalGate]:
+def _gates_of(strategy: ExecutionStrategy) -> list[BuiltinApprovalGate]:
     """The steps that ask a handler whether a call may run."""
     return [step for step in strategy.steps if isinstance(step, BuiltinApprovalGate)]
+
+
+def has_handler(executor: Executor) -> bool:
+    """Whether an Executor has a handler of its own, which decides in the place of any of ours."""
+    handlers = [gate.handler for gate in _gates_of(executor.current_strategy)]
+    return any(handler is not None and not isinstance(handler, _ByServer) for handler in handlers)
 
 
 @contextmanager
 def handler_in_place(strategy: ExecutionStrategy) -> Iterator[None]:
     """Meanwhile, let the server of each call decide in the approval gates that have no handler of their own."""
     handler = _ByServer()
-    gates = gates_of(strategy)
+    gates = _gates_of(strategy)
     for gate in gates:
         if gate.handler is None:
             gate.set_handler(handler)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -28,12 +28,15 @@ from .schemas import (
     ModelType,
     SchemaConverter,
     in_place,
+    is_valid,
     map_subschemas,
     marks_of_schema,
     marks_sensitive,
     mentions_mark,
     object_schema,
+    part_schemas,
     properties_of,
+    types_of,
 )
 from .values import marks_in, redact
 
@@ -112,6 +115,7 @@ class Arguments:
         """The arguments as they were sent, in plain JSON without what is marked as sensitive: those that the schema
         names, and the others."""
         plain = json.loads(json.dumps(arguments, default=_to_show))
+        plain = _without_other_forms(plain, [self._by_spellings])
         plain = redact(plain, marks_of_schema(self._by_spellings), marks_in(arguments), hides_others=False)
         if plain == REDACTED_VALUE:  # the schema as a whole is marked
             plain = dict.fromkeys(arguments, REDACTED_VALUE)
@@ -166,6 +170,19 @@ def _spelled(schema: JSONSchema) -> JSONSchema:
             for first in path[:1]:
                 copied["properties"].setdefault(first, field if len(path) == 1 else whole)
     return copied
+
+
+def _without_other_forms(value: Any, schemas: Iterable[JSONSchema]) -> Any:
+    """Copy plain JSON with `***REDACTED***` where a text or a number stands for what has marked parts: a model may read
+    "Ada:1234" as a card with a number."""
+    applied = [*in_place(*schemas)]
+    if isinstance(value, dict):
+        return {name: _without_other_forms(item, [*part_schemas(applied, name)]) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_other_forms(item, [*part_schemas(applied, step)]) for step, item in enumerate(value)]
+    is_described = any(is_valid(value, {"type": types_of(part)}) for part in applied if types_of(part))
+    is_other_form = value is not None and not is_described and any(map(marks_sensitive, applied))
+    return REDACTED_VALUE if is_other_form else value
 
 
 def _kind(item: Any) -> str:

@@ -1,16 +1,18 @@
-"""The bridge: apcore modules in, an MCP server or OpenAI tool definitions out.
+"""The bridge: apcore modules in, an MCP server out.
 
-The file reads top to bottom, and each room uses only what stands above it; `grep '^# ----'` lists the rooms. What
-decides what a client is told and what runs is here. Below it stand files that know nothing of it: functions of plain
-data (`schemas.py`, `values.py`), and what plugs into apcore (`execution.py`: how modules run, `approval.py`: who is
-asked first, `discovery.py`: what a folder holds). Above it stand the two ways in, `web.py` and `stdio.py`, and what can
-be switched on (`tasks.py`, `search.py`, `explorer.py`, `metrics.py`); each is imported only where it is used.
+The file reads top to bottom, and a room uses what stands above it; `grep '^# ----'` lists the rooms. What decides what
+a client is told and what runs is here. The files below it know nothing of it: what can be set (`options.py`), what a
+call and its client say to each other (`client.py`, `conversation.py`), what a module takes and gives (`arguments.py`,
+`values.py`, `schemas.py`), and what plugs into apcore (`execution.py`: how modules run, `approval.py`: who is asked
+first, `discovery.py`: what a folder holds). The files above it use it: the two transports, `web.py` and `stdio.py`,
+OpenAI's format (`openai.py`), and what can be switched on, each imported only where it is used.
 
-The file keeps these promises. Every call goes through apcore's Executor, and only tools that are listed can be called.
-One bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a client.
-Nothing of apcore, of the MCP SDK or of a user's objects is changed, but for an Executor's steps and approval handler
-while a server or a call uses it. The server parts of `mcp` are imported where they are used, so that a program that
-only wants OpenAI definitions does not load an HTTP stack.
+The file keeps these promises. Every call goes through apcore's Executor, and only tools that a client is offered can be
+called. One bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a
+client. While a server or a call uses an Executor, that has steps and an approval handler of ours, apcore's loggers a
+filter, and a Registry two listeners; before and afterwards, nothing of apcore, of the MCP SDK or of a user's objects is
+changed. The server parts of `mcp` are imported where they are used, so that a program that only wants OpenAI
+definitions does not load an HTTP stack.
 
 Ids such as FR-EXEC-002 and F-013 name the requirements that the project was specified by; the tests carry them too:
 `grep -rA3 '"FR-EXEC-002"' tests` finds what proves one.
@@ -228,7 +230,7 @@ class _AnnotationMapper:
 class Tool:
     """One listed module: everything about it that does not change from call to call.
 
-    `name` is its alias, unless the catalog has another tool that could be meant by it. ValueError, TypeError or
+    `name` is its alias, unless another tool of the catalog has that name. ValueError, TypeError or
     KeyError when the module cannot be a tool."""
 
     def __init__(self, descriptor: ModuleDescriptor, module: Any, options: Options) -> None:
@@ -853,8 +855,7 @@ class ExecutionRouter:
             return await self.call(params.name, params.arguments or {}, caller, client)
         # Nobody can make up this state either: the SDK's `RequestStateBoundary` has unsealed it.
         if state == QUESTION_KEY and has_key and ctx.protocol_version >= MODERN:
-            confirmation = responses.get(QUESTION_KEY)
-            return await self.call(params.name, params.arguments or {}, caller, client, confirmation=confirmation)
+            return await self.call(params.name, params.arguments or {}, caller, client, answers=responses)
         return await self.room.resume(state, caller, client, responses).reply()
 
     def names_for(self, ctx: RequestContext) -> str:
@@ -871,9 +872,10 @@ class ExecutionRouter:
 
     async def call(
         self, name: str, arguments: JSONObject, caller: Identity | None, client: Client = NO_CLIENT,
-        *, structured: bool | None = None, confirmation: Any = None,
+        *, structured: bool | None = None, answers: Mapping[str, Any] | None = None,
     ) -> JSONObject:  # fmt: skip
-        """Begin the call of a tool by its name. Returns its result, or what it asks first."""
+        """Begin the call of a tool by its name. Returns its result, or what it asks first. `answers` are those to what
+        another server of the same key has asked."""
         arguments = integral(arguments)
         tool = None
         if self.search is not None:
@@ -883,7 +885,9 @@ class ExecutionRouter:
         if tool is None:
             return self.not_found(name, caller)
         conversation = Conversation(label_of(tool.module_id, caller), arguments, caller, client, self.room)
-        conversation.confirmation = confirmation
+        if answers is not None:
+            conversation.confirmation = answers.get(QUESTION_KEY)
+            conversation.could_ask = True  # whatever the client declares now
         call = Call(tool, conversation, self.catalog, self._approver, structured)
         context: Context[Any] = Context.create(
             identity=caller,
@@ -1015,7 +1019,8 @@ _APPS_EXTENSION = "io.modelcontextprotocol/ui"
 
 
 class Activity:
-    """Counts requests that were read and are neither answered nor cancelled; one may count where it is handled, too."""
+    """Counts requests that were read and are neither answered nor cancelled; each may count twice, where it is read and
+    where it is handled."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -1075,8 +1080,8 @@ class Bridge:
         self._listener = ListenHandler(self._bus)
         self._connections = weakref.WeakSet[Any]()  # of handshake clients that can be notified
         self._lists_changed = asyncio.Event()
-        self.endless = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
-        self.entrance = ExitStack()  # closed as soon as the server is told to end: where clients connect
+        self.unending = weakref.WeakSet[Any]()  # tasks and cancel scopes that would never end by themselves
+        self.listening = ExitStack()  # closed as soon as the server is told to end: what accepts connections
         self.sessions = AsyncExitStack()  # closed with the server
         self.server: Any = Server(
             options.name,
@@ -1108,7 +1113,7 @@ class Bridge:
         self.catalog.follow(lambda: loop.call_soon_threadsafe(self._lists_changed.set))
         self.sessions.callback(self.catalog.close)
         self.sessions.enter_context(installation(options.executor))
-        self.endless.add(loop.create_task(self._notify_of_changes()))
+        self.unending.add(loop.create_task(self._notify_of_changes()))
 
     def _extend(self) -> None:
         """Take in the SDK's extensions: the user's own, and that of tasks. Of each its methods, what it does to calls,
@@ -1138,7 +1143,7 @@ class Bridge:
         from anyio import CancelScope, current_time
 
         self.deadline = self.deadline or current_time() + self.options.shutdown_seconds
-        self.entrance.close()
+        self.listening.close()
         self._listener.close()
         async with self.sessions:
             with CancelScope(deadline=self.deadline):
@@ -1149,7 +1154,7 @@ class Bridge:
                 call.conversation.cancel()
             with CancelScope(deadline=self.deadline + 0.5):  # so that the clients of cancelled calls are answered
                 await self.activity.idle.wait()
-            for each in self.endless:
+            for each in self.unending:
                 each.cancel()
 
     # Server middleware, outermost first; the SDK's own handling of a request is innermost.
@@ -1305,8 +1310,8 @@ async def _log_start(bridge: Bridge, address: str) -> None:
     logger.info("apcore-mcp server started: %s registered, transport=%s%s", count, options.transport, address)
 
 
-class _Life:
-    """One life of a server, from whichever function: it accepts clients, waits until it is told to end, and closes.
+class _Lifetime:
+    """A server from its start to its end: it accepts clients, waits until it is told to end, and closes.
 
     `started` is done once clients are accepted. Its result is the app, where another server runs that (`mounted`); its
     exception is what kept this server from starting. A later error is raised by `run()`. `ended` is done as soon as
@@ -1414,13 +1419,13 @@ async def async_serve(options: Options) -> AsyncIterator[Starlette]:
 
     if options.transport == "stdio":
         options = dataclasses.replace(options, transport="streamable-http")  # for which the address is checked
-    life = _Life(options, mounted=True)
+    lifetime = _Lifetime(options, mounted=True)
     # A task of its own: what `run()` opens only the same task may close, and a test fixture enters and leaves in two.
-    running = asyncio.create_task(life.run())
+    running = asyncio.create_task(lifetime.run())
     try:
-        yield await asyncio.shield(asyncio.wrap_future(life.started))
+        yield await asyncio.shield(asyncio.wrap_future(lifetime.started))
     finally:
-        life.stop()
+        lifetime.stop()
         with CancelScope(shield=True):  # also while the host is being cancelled
             await running
 
@@ -1433,22 +1438,22 @@ class MCPServer:
 
     def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
         self._options = options_of("MCPServer", registry_or_executor, **options)
-        self._life = _Life(self._options)
+        self._lifetime = _Lifetime(self._options)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the server and return once it accepts clients, at once if it already does. Raises what keeps it from
         starting, as `serve()` would: OSError for a port in use, whatever `on_startup` raised."""
-        if self._thread is None or self._life.ended.done():
+        if self._thread is None or self._lifetime.ended.done():
             self.wait()
-            self._life = _Life(self._options)
-            self._thread = threading.Thread(target=self._life.block, name="apcore-mcp", daemon=True)
+            self._lifetime = _Lifetime(self._options)
+            self._thread = threading.Thread(target=self._lifetime.block, name="apcore-mcp", daemon=True)
             self._thread.start()
-        self._life.started.result()
+        self._lifetime.started.result()
 
     def stop(self) -> None:
         """Ask the server to end, and return at once; running calls are given `shutdown_seconds`."""
-        self._life.stop()
+        self._lifetime.stop()
 
     def wait(self) -> None:
         """Block until the server has ended."""
@@ -1464,11 +1469,11 @@ def run(options: Options) -> None:
         pass
     else:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    life = _Life(options)
+    lifetime = _Lifetime(options)
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # so that a second one ends the process at once
-        life.stop()
+        lifetime.stop()
 
     with ExitStack() as former:
         if threading.current_thread() is threading.main_thread():
@@ -1477,8 +1482,8 @@ def run(options: Options) -> None:
             # A process that a module forks has no server to end, and under Python 3.13 it might ignore the signal.
             if sys.platform != "win32":
                 os.register_at_fork(after_in_child=former.close)
-        life.block()
-    life.started.result()
+        lifetime.block()
+    lifetime.started.result()
 
 
 @functools.partial(_door, Options)

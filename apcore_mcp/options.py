@@ -20,6 +20,7 @@ from apcore.observability import MetricsCollector, MetricsMiddleware
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError
 from pydantic.dataclasses import dataclass
 
+from .approval import has_handler
 from .discovery import Folder
 from .log import log_to_stderr
 
@@ -73,7 +74,7 @@ class Options:
     search: bool = _option(False, "list two tools, which find and call the others, for agents that take few")
     stateless: bool = _option(False, "keep no sessions, for servers behind a load balancer")
     max_sessions: int = _option(10_000, "sessions of handshake clients at a time", type=int)
-    session_idle_seconds: float = _option(1_800.0, "life of an idle session", type=float)
+    session_idle_seconds: float = _option(1_800.0, "seconds until a session that is not used ends", type=float)
     shutdown_seconds: _Seconds = _option(5.0, "seconds that running calls have when the server ends", type=float)
     state_key: str | bytes | None = _option(None, "secret of --stateless servers", repr=False)
     allowed_hosts: _Texts | None = _option(None, "Host headers accepted beside addresses", nargs="+")
@@ -208,6 +209,8 @@ def _executor_of(options: Options) -> Executor:
         raise ValueError("timeout is for a Registry: an Executor brings its own, of its Config")
     if not isinstance(executor, Executor):
         raise TypeError(f"Expected Registry or Executor instance, got {type(given).__name__}")
+    if options.approval == "deny" and has_handler(executor):
+        raise ValueError("approval='deny' would deny nothing: the Executor has an approval handler, which decides")
     if options.dynamic and not isinstance(executor.registry, Folder):
         raise ValueError("dynamic follows the files of a folder: give it what discover() returns")
     return executor

@@ -179,7 +179,7 @@ def _mcp_routes(bridge: Bridge, sessions: Any, open_streams: set[CancelScope]) -
         async with transport.connect_sse(scope, receive, send) as streams:
             # The end of the server cancels the SDK's loop but not the stream, which still sends the last answers.
             with CancelScope() as connection:
-                bridge.endless.add(connection)
+                bridge.unending.add(connection)
                 open_streams.add(connection)
                 try:
                     await bridge.server.run(*streams, bridge.server.create_initialization_options())
@@ -259,7 +259,7 @@ async def serve_http(bridge: Bridge) -> AsyncIterator[asyncio.Task[None]]:
     http = _Server(config)
     serving = asyncio.create_task(http.serve([listener]))
 
-    @bridge.entrance.callback
+    @bridge.listening.callback
     def stop_listening() -> None:
         """Refuse connections, so that a load balancer goes elsewhere. Those that are open are still answered."""
         if http.started:

@@ -33,7 +33,17 @@ from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
 from mcp_types import ElicitResult, InputRequiredResult, ListRootsResult
-from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    SecretStr,
+    field_serializer,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
@@ -198,10 +208,10 @@ async def test_a_handler_decides_and_its_reasons_stay_here() -> None:
 @pytest.mark.parametrize(
     ("approval", "handler", "user", "runs", "asks"),
     [
-        ("deny", AutoApproveHandler(), "no", 1, 0),
+        ("require", AutoApproveHandler(), "no", 1, 0),
         ("off", Judge("rejected"), "yes", 0, 0),
-        ("deny", ElicitationApprovalHandler(), "yes", 1, 1),
-        ("deny", ElicitationApprovalHandler(), "cannot", 0, 0),
+        ("off", ElicitationApprovalHandler(), "yes", 1, 1),
+        ("off", ElicitationApprovalHandler(), "cannot", 0, 0),
     ],
 )
 async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, user: str, runs: int, asks: int) -> None:
@@ -693,46 +703,73 @@ class Payment(BaseModel):
         return value
 
 
-READ: dict[str, tuple[dict[str, Any], list[str]]] = {
+SENT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "by-alias": (
         {"recipient": "Ada", "PIN": "s3cret", "login": {"user": "a", "pass": "s3cret"}},
-        [f'- login: {{"user": "a", "password": {HIDDEN}}}'],
+        ['- recipient: "Ada"', f"- PIN: {HIDDEN}", f'- login: {{"user": "a", "pass": {HIDDEN}}}'],
     ),
     "by-name": (
-        {"to": "Ada", "pin": "s3cret", "login": {"user": "a", "password": "s3cret", "x": "s3cret"}},
-        [f'- login: {{"user": "a", "password": {HIDDEN}}}'],
+        {"to": "Ada", "pin": "s3cret", "login": {"user": "a", "password": "s3cret", "x": 1}},
+        ['- to: "Ada"', f"- pin: {HIDDEN}", f'- login: {{"user": "a", "password": {HIDDEN}, "x": 1}}'],
     ),
     "by-a-second-name": (
         {"to": "Ada", "pin": "s3cret", "otp": "s3cret", "for": "rent"},
-        [f"- code: {HIDDEN}", '- purpose: "rent"', UNNAMED, f"- for: {HIDDEN}", f"- otp: {HIDDEN}"],
+        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- otp: {HIDDEN}", '- for: "rent"'],
     ),
     "by-a-path": (
         {"to": "Ada", "pin": "s3cret", "codes": ["s3cret"]},
-        [f"- code: {HIDDEN}", UNNAMED, f"- codes: {HIDDEN}"],
-    ),
-    "in-another-form": (
-        {"to": "Ada", "pin": "s3cret", "account": "a:s3cret"},
-        [f'- login: {{"user": "a", "password": {HIDDEN}}}', UNNAMED, f"- account: {HIDDEN}"],
+        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- codes: {HIDDEN}"],
     ),
     "of-another-type": (
         {"to": "Ada", "pin": "s3cret", "card": "Ada:s3cret", "entry": {"user": "a", "s3": "s3cret"}},
-        [f'- card: {{"number": {HIDDEN}, "holder": "Ada"}}', f'- entry: {{"user": "a", "secret": {HIDDEN}}}'],
+        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- card: {HIDDEN}", f'- entry: {{"user": "a", "s3": {HIDDEN}}}'],
     ),
-    "without-a-secret": ({"to": "Ada", "pin": "s3cret", "card": 7, "entry": "x"}, ["- card: 7", '- entry: "x"']),
-    "a-name-that-is-not-read": (
-        {"to": "Ada", "pin": "s3cret", "Pin": "s3cret"},
-        [UNNAMED, f"- Pin: {HIDDEN}"],
+    "without-a-secret": (
+        {"to": "Ada", "pin": "s3cret", "card": 7, "entry": "x"},
+        ['- to: "Ada"', f"- pin: {HIDDEN}", "- card: 7", '- entry: "x"'],
+    ),
+    "by-both-names": (
+        {"recipient": "Ada", "to": "Eve", "PIN": "s3cret", "pin": "s3cret"},
+        ['- to: "Eve"', '- recipient: "Ada"', f"- pin: {HIDDEN}", f"- PIN: {HIDDEN}"],
     ),
 }
 
 
-async def test_of_a_model_with_marks_its_reading_is_shown() -> None:
-    """By the names of its fields, so that no spelling hides or shows a value."""
-    calls = [(guarded([], input_schema=Payment), arguments) for arguments, _ in READ.values()]
-    for (case, (_, expected)), (to, pin, *others) in zip(READ.items(), await shown(*calls), strict=True):
-        assert (to, pin) == ('- to: "Ada"', f"- pin: {HIDDEN}"), case
-        named = len(others) - (others[::-1].index(UNNAMED) if UNNAMED in others else 0)
-        assert others[:named] + sorted(others[named:]) == expected, case
+async def test_a_question_shows_what_was_sent() -> None:
+    """By whatever name, with what any spelling of a marked one holds hidden: it is what a class is given."""
+    calls = [(guarded([], input_schema=Payment), arguments) for arguments, _ in SENT.values()]
+    for (case, (_, expected)), lines in zip(SENT.items(), await shown(*calls), strict=True):
+        assert sorted(lines) == sorted(expected), case
+
+
+async def test_a_question_shows_no_reading_of_a_model() -> None:
+    """No serializer, nothing left out: 1,499 cents would be 10 euros, and a path that is excluded would be missing."""
+
+    class Price(BaseModel):
+        amount: int = Field(alias="amountCents")
+        path: str = Field("", exclude=True)
+        pin: str = Field("", **MARK)
+
+        @field_serializer("amount")
+        def _rounded(self, amount: int) -> int:
+            return amount // 1000
+
+    arguments = {"amountCents": 1499, "amount": 1_000_000, "path": "/etc", "pin": "s3cret"}
+    (lines,) = await shown((guarded([], input_schema=Price), arguments))
+    expected = ["- amountCents: 1499", "- amount: 1000000", '- path: "/etc"', f"- pin: {HIDDEN}"]
+    assert sorted(lines) == sorted(expected)
+
+
+async def test_names_of_the_branches_of_a_union_come_first() -> None:
+    class One(BaseModel):
+        path: str
+
+    class Many(BaseModel):
+        paths: list[str]
+
+    arguments = {**{f"a{number}": number for number in range(200)}, "path": "/home"}
+    (lines,) = await shown((guarded([], input_schema=RootModel[One | Many]), arguments))
+    assert lines[:2] == ['- path: "/home"', UNNAMED]
 
 
 async def test_open_names_beside_a_mark_are_shown() -> None:
@@ -763,7 +800,7 @@ async def test_without_marks_everything_is_shown_as_sent() -> None:
     module = guarded([], input_schema=Shell)
     by_alias, by_name = await shown((module, {"as": "root", "cmd": "rm"}), (module, {"command": "rm", "as": "root"}))
     assert by_alias == ['- cmd: "rm"', UNNAMED, '- as: "root"']
-    assert by_name == [UNNAMED, '- command: "rm"', '- as: "root"']
+    assert by_name == ['- command: "rm"', UNNAMED, '- as: "root"']
 
 
 class Size(Enum):
@@ -989,16 +1026,72 @@ def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize(("approval", "runs"), [("require", 0), ("auto", 2)])
-async def test_without_state_nobody_is_asked_about_nested_calls(approval: str, runs: int) -> None:
+@pytest.mark.parametrize("approval", ["require", "auto"])
+async def test_without_state_nobody_is_asked_about_nested_calls(approval: str) -> None:
+    """And none is let through: who made the call could be asked."""
     ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
         arguments, asked = asking(APPROVE)
         async with client_of(url, **arguments) as client:
             for name in ("below", "alone"):
-                assert await outcome_of(client, name, {"disk": "a"}) == ('{"ran":true}' if runs else UNASKED)
+                assert await outcome_of(client, name, {"disk": "a"}) == UNASKED
             assert (await client.call_tool("ask")).structured_content == {"answer": None}
-    assert (len(ran), asked) == (runs, [])
+    assert (ran, asked) == ([], [])
+
+
+class Box(BaseModel):
+    name: str
+    pin: str = Field("", **MARK)
+    boxes: list[Box] = []
+
+
+@pytest.mark.parametrize("handler", [ElicitationApprovalHandler(), AutoApproveHandler()])
+async def test_a_module_that_is_no_tool_is_asked_about_when_another_calls_it(handler: Any) -> None:
+    """Its schema refers to itself, and what it marks could stand anywhere."""
+    ran: list[dict[str, Any]] = []
+    registry = registry_of({"empty": guarded(ran, input_schema=Box)})
+
+    async def tidy(inputs: dict[str, Any], context: Any) -> Any:
+        box = {"name": "red", "pin": "s3cret", "boxes": [{"name": "small", "pin": "s3cret"}]}
+        return await context.executor.call_async("empty", box, context)
+
+    registry.register("tidy", FunctionalModule(tidy))
+    arguments, asked = asking(APPROVE)
+    async with connect(registry, client=arguments, approval=handler) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["tidy"]
+        assert text_of(await client.call_tool("tidy")) == '{"ran":true}'
+    assert len(ran) == 1
+    assert len(asked) == isinstance(handler, ElicitationApprovalHandler)
+    assert "s3cret" not in str(asked)
+
+
+async def test_a_question_hides_what_the_module_marks_that_runs() -> None:
+    """That of a second Executor, whatever the server's module of the same id says."""
+
+    class Pin(BaseModel):
+        pin: str = Field(**MARK)
+
+    ran: list[dict[str, Any]] = []
+    payments = registry_of({"pay": guarded(ran, input_schema=Pin)})
+    other = Executor(payments, approval_handler=ElicitationApprovalHandler())
+    registry = registry_of({"pay": FunctionalModule(lambda inputs, context: inputs)})
+
+    async def shop(inputs: dict[str, Any], context: Any) -> Any:
+        return await other.call_async("pay", {"pin": "s3cret"})
+
+    registry.register("shop", FunctionalModule(shop))
+    arguments, asked = asking(APPROVE)
+    async with connect(registry, client=arguments) as client:
+        assert text_of(await client.call_tool("shop")) == '{"ran":true}'
+    assert (len(ran), len(asked)) == (1, 1)
+    assert "s3cret" not in str(asked)
+
+
+def test_deny_beside_a_handler_of_the_executors_own_is_refused() -> None:
+    """It would deny nothing."""
+    executor, _ = wiping(approval_handler=AutoApproveHandler())
+    with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
+        MCPServer(executor, approval="deny")
 
 
 async def test_who_cannot_be_asked_is_told_so() -> None:
