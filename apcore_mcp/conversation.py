@@ -256,6 +256,7 @@ class Conversation:
         self.outcome = outcome
         self.running = None
         self.arguments = {}
+        self.size = 0
         self.client = replace(self.client, way=Way.NONE, session=None)
         self.could_ask = True  # what the module has left running must not be approved because nobody can be asked
         for question in self.questions.values():

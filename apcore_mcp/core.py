@@ -459,10 +459,11 @@ def _cause_of(error: BaseException) -> BaseException:
 def _chains_of(error: BaseException | None) -> Iterator[str]:
     """The ids of the modules that apcore names in an error and in what led to it, but for one that there is not."""
     while error is not None:
-        details = getattr(error, "details", None)
+        details: Any = getattr(error, "details", None)
         chain = details.get("call_chain") if isinstance(details, dict) else None
         if isinstance(chain, list):
-            yield from chain[:-1] if isinstance(error, errors.ModuleNotFoundError) else chain
+            is_missing = isinstance(error, errors.ModuleNotFoundError) and details["module_id"] == chain[-1]
+            yield from chain[:-1] if is_missing else chain
         error = error.__context__
 
 
@@ -817,7 +818,7 @@ def installation(executor: Executor) -> Iterator[None]:
 
 
 _PARKED_BYTES_MAX = 64 * 2**10  # of the result of a call that ends before its client's retry
-_TOO_MANY = "Too many calls, or too large ones, of yours wait for answers"
+_TOO_MANY = "Too many calls, or too large ones, wait for their users' answers"
 
 
 class ExecutionRouter:

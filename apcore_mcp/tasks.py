@@ -30,7 +30,7 @@ __all__ = ["Task", "Tasks"]
 
 _POLL_MS = 1_000  # how often a client is to ask
 _STATUS_CHARACTERS = 500
-_RESULT_BYTES_MAX = 16 * 2**20  # of what has ended of each caller's, as it is sent
+_RESULT_BYTES_MAX = 64 * 2**20  # of what has ended of each caller's, as it is sent
 _RESULT_SECONDS = 3_600.0  # how long it is kept
 _RECORD_BYTES = 1_000  # what a task takes beside its result
 
@@ -148,7 +148,7 @@ class Tasks(Extension):
     """The tasks of one server, and the methods by which clients come by them. Each belongs to the caller who began it.
 
     Each caller has a hundred `Places` for tasks that run or wait; one more call is no task, and its client waits.
-    Results are kept for an hour, and 16 MiB of each caller's: the oldest go first. Event loop only."""
+    Results are kept for an hour, and 64 MiB of each caller's: the oldest go first. Event loop only."""
 
     identifier = TASKS_EXTENSION
 

@@ -67,6 +67,14 @@ async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None
         return error.error.code, error.error.data
 
 
+class Backend(AuthenticationBackend):
+    """The caller is whom a header names."""
+
+    async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
+        name = conn.headers.get("x-user")
+        return (AuthCredentials([]), SimpleUser(name)) if name else None
+
+
 def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     """An Executor of one module that needs approval, and its runs."""
     ran: list[dict[str, Any]] = []
@@ -1004,11 +1012,6 @@ async def test_only_the_state_of_the_question_begins_a_call() -> None:
 def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
     """Callers as any middleware finds them out, not only the SDK's for tokens."""
 
-    class Backend(AuthenticationBackend):
-        async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
-            name = conn.headers.get("x-user")
-            return (AuthCredentials([]), SimpleUser(name)) if name else None
-
     ran: list[dict[str, Any]] = []
     middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
     with replica(ran, middleware=middleware) as asks, replica(ran, middleware=middleware) as runs:
@@ -1085,6 +1088,20 @@ async def test_a_question_hides_what_the_module_marks_that_runs() -> None:
         assert text_of(await client.call_tool("shop")) == '{"ran":true}'
     assert (len(ran), len(asked)) == (1, 1)
     assert "s3cret" not in str(asked)
+
+
+def test_no_caller_takes_the_questions_of_another() -> None:
+    """Those who have no name are one."""
+    executor, _ = wiping()
+    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
+    params = {"name": "wipe", "arguments": {"text": "x" * (2**17 - 100)}}  # half of what a caller has room for
+    params["_meta"] = {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
+    with serving(executor, middleware=middleware) as url:
+        for user in ("alice", "", "bob"):
+            sent = modern("tools/call", params, x_user=user or None)
+            answers = [httpx.post(f"{url}/mcp", **sent).json() for _ in range(3)]
+            assert [each.get("result", {}).get("resultType") for each in answers] == ["input_required"] * 2 + [None]
+            assert "Too many calls" in answers[2]["error"]["message"]
 
 
 def test_deny_beside_a_handler_of_the_executors_own_is_refused() -> None:
