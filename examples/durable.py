@@ -48,7 +48,7 @@ def send_all(letters: int) -> str:
 @module(id="letters.begin", registry=registry)
 def begin(letters: int) -> str:
     """Begin to send letters. You are given an id: ask letters.result for what came of it."""
-    return DBOS.start_workflow(send_all, letters).workflow_id
+    return str(DBOS.start_workflow(send_all, letters).workflow_id)
 
 
 @module(id="letters.result", registry=registry)
@@ -71,17 +71,19 @@ def main() -> None:
     serve(registry)
 
 
-async def show(folder: Path) -> None:
-    database = f"sqlite:///{folder.as_posix()}/letters.sqlite"
-    server = StdioServerParameters(command=sys.executable, args=[__file__, "serve"], env={**os.environ})
-    server.env = {**os.environ, "DATABASE": database, "DIES_AT": "5"}
-    async with Client(stdio_client(server)) as client:
-        work = (await client.call_tool("letters.begin", {"letters": 8})).structured_content["result"]
+def server(folder: str, **more: str) -> StdioServerParameters:
+    variables = {**os.environ, "DATABASE": f"sqlite:///{Path(folder, 'letters.sqlite').as_posix()}", **more}
+    return StdioServerParameters(command=sys.executable, args=[__file__, "serve"], env=variables)
+
+
+async def show(folder: str) -> None:
+    async with Client(stdio_client(server(folder, DIES_AT="5"))) as client:
+        begun = await client.call_tool("letters.begin", {"letters": 8})
+        work = begun.structured_content["result"]
         with suppress(MCPError):
             await client.call_tool("letters.result", {"work": work})
         print("the server is gone")
-    server.env = {**os.environ, "DATABASE": database}
-    async with Client(stdio_client(server)) as client:
+    async with Client(stdio_client(server(folder))) as client:
         print((await client.call_tool("letters.result", {"work": work})).structured_content)
 
 
@@ -89,5 +91,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         main()
     else:
-        with tempfile.TemporaryDirectory() as place:
-            asyncio.run(show(Path(place)))
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(show(folder))
