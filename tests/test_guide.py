@@ -10,6 +10,7 @@ is a program, and has its test below.
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import functools
 import importlib
@@ -400,6 +401,7 @@ async def test_the_lines_for_openai_offer_the_tools_and_run_one(project: Path) -
 def test_the_tools_are_told_to_other_models() -> None:
     told = executed("openai.md", "other_models.py")
     (deferred,) = told.deferred[1:]
+    assert executed("openai.md", "remote.py").tools[0]["type"] == "mcp"
     assert deferred["defer_loading"] is deferred["strict"] is True
     forms = [told.anthropic[0]["input_schema"], told.gemini[0]["function_declarations"][0]["parameters_json_schema"]]
     for schema in (*forms, told.bedrock["tools"][0]["toolSpec"]["inputSchema"]["json"], deferred["parameters"]):
@@ -466,14 +468,31 @@ def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFix
     assert "the program goes on" in capsys.readouterr().out
 
 
-@of_page("modules.md")
 @pytest.mark.usefixtures("project")
-def test_the_tests_of_a_tool_pass() -> None:
-    tests = vars(executed("modules.md", "test_orders.py"))
+@pytest.mark.parametrize(
+    ("project", "page", "name"),
+    [("modules.md", "modules.md", "test_orders.py"), ("first-steps.md", "first-steps.md", "test_files.py")],
+    indirect=["project"],
+)
+def test_the_tests_of_a_tool_pass(page: str, name: str) -> None:
+    tests = vars(executed(page, name))
     names = [name for name in tests if name.startswith("test_")]
     assert len(names) == 2
     for name in names:
         tests[name]()
+
+
+@of_page("first-steps.md")
+@pytest.mark.usefixtures("project")
+async def test_a_notebook_calls_a_tool_and_serves_it() -> None:
+    text = program("first-steps.md", "notebook.py").replace(
+        '"streamable-http"', f'"streamable-http", port={free_port()}'
+    )
+    defined: dict[str, Any] = {"__name__": "__main__"}
+    await eval(compile(text, "notebook.py", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), defined)
+    defined["server"].stop()
+    await asyncio.to_thread(defined["server"].wait)
+    assert f"# '{defined['told']}'" in text
 
 
 @of_page("data.md")
