@@ -648,12 +648,13 @@ def inline_code(page: str) -> list[str]:
 
 
 # Of other people's programs.
-FOREIGN_FLAGS = set("--add-mcp --debug --from-openapi --graceful-timeout --issuer --output --resource --scopes".split())
-FOREIGN_FLAGS |= set("--timeout-graceful-shutdown --unit --workers --against --now --jwt-".split())
+FOREIGN_FLAGS = set("--add-mcp --cli --debug --from --from-openapi --graceful-timeout --issuer --method".split())
+FOREIGN_FLAGS |= set("--output --resource --scopes --timeout-graceful-shutdown --unit --with --workers".split())
+FOREIGN_FLAGS |= set("--against --now --jwt-".split())
 FOREIGN_OPTIONS = set(
     "acl annotations approval_handler authenticator callers calls context description display ge id max_fails metadata"
-    " middlewares model_config observability output_format policy resources ser_json_inf_nan strategy streaming targets"
-    " trace".split()
+    " middlewares mode model_config name observability output_format policy reasoning_effort resources response"
+    " ser_json_inf_nan strategy streaming targets trace".split()
 )
 
 
