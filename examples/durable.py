@@ -5,8 +5,8 @@ DBOS, a library, writes down in a database what each step has returned. Here a c
 server dies at the fifth. Another server, started anew, goes on with the fifth, and no letter is sent twice.
 
 SQLite is for one server. For several, give all of them one Postgres (`DATABASE=postgresql://...`), and each a name that
-it keeps (`DBOS__VMID=server-1`): a server goes on with the work of its own name. Under another `application_version`
-nothing goes on that was begun before, so leave it as it is until the steps change.
+it keeps (`DBOS__VMID=server-1`): when a server has died and is started again under its name, its work goes on in one of
+them. Under another `application_version` nothing goes on that was begun before: leave it as it is until steps change.
 """
 
 import asyncio
