@@ -10,8 +10,10 @@ is a program, and has its test below.
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -31,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 import yaml
 from conftest import (
@@ -49,6 +52,7 @@ from conftest import (
 from mcp import MCPError, StdioServerParameters
 from mcp.client import Client
 from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
 from mcp_types import ElicitResult
 from starlette.authentication import AuthCredentials, SimpleUser
 from starlette.middleware import Middleware
@@ -351,7 +355,7 @@ def with_openai(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
             self.chat = SimpleNamespace(completions=self)
             self.responses = SimpleNamespace(create=self.respond)
 
-        async def create(self, *, model: str, messages: list[Any], tools: list[Any]) -> Any:
+        async def create(self, *, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
             assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
             told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
             call = SimpleNamespace(id="1", function=SimpleNamespace(name="text-shout", arguments='{"text": "hi"}'))
@@ -394,6 +398,18 @@ async def test_the_lines_for_openai_offer_the_tools_and_run_one(project: Path) -
 
 @of_page("openai.md")
 @pytest.mark.usefixtures("project")
+def test_the_tools_are_told_to_other_models() -> None:
+    told = executed("openai.md", "other_models.py")
+    (deferred,) = told.deferred[1:]
+    assert executed("openai.md", "remote.py").tools[0]["type"] == "mcp"
+    assert deferred["defer_loading"] is deferred["strict"] is True
+    forms = [told.anthropic[0]["input_schema"], told.gemini[0]["function_declarations"][0]["parameters_json_schema"]]
+    for schema in (*forms, told.bedrock["tools"][0]["toolSpec"]["inputSchema"]["json"], deferred["parameters"]):
+        assert schema["required"] == ["text"]
+
+
+@of_page("openai.md")
+@pytest.mark.usefixtures("project")
 def test_a_call_of_openais_is_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     executed("openai.md", "by_hand.py")
     assert capsys.readouterr().out == "{'result': 'GOOD MORNING'}\n"
@@ -420,6 +436,31 @@ def test_the_tools_are_mounted_behind_a_login() -> None:
         assert http.get(metadata).json()["resource"] == "https://example.com/tools/mcp"
 
 
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    ("project", "mode"), [("callers-and-logins.md", HANDSHAKE), ("callers-and-logins.md", MODERN)], indirect=["project"]
+)
+async def test_a_tool_calls_an_api_as_its_caller(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token for which the issuer has exchanged the caller's."""
+
+    def post(url: str, *, data: dict[str, str], auth: Any) -> httpx.Response:
+        exchanged = {"access_token": f"exchanged {data['subject_token']}"}
+        return httpx.Response(200, json=exchanged, request=httpx.Request("POST", url))
+
+    def get(url: str, *, headers: dict[str, str]) -> httpx.Response:
+        return httpx.Response(200, json=[headers["Authorization"]], request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx2, "post", post)
+    monkeypatch.setattr(httpx2, "get", get)
+    monkeypatch.setenv("TOOLS_CLIENT_SECRET", "secret")
+    middleware = [Middleware(importlib.import_module("backend.caller").CallersToken)]
+    with serving(discover("extensions"), middleware=middleware) as url:
+        http = httpx2.AsyncClient(headers={"Authorization": "Bearer ann"})
+        async with http, client_of(streamable_http_client(f"{url}/mcp", http_client=http), mode) as client:
+            result = await client.call_tool("orders.mine", {})
+    assert result.structured_content == {"result": ["Bearer exchanged ann"]}
+
+
 @of_page("operation.md")
 def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = f'"streamable-http", port={free_port()}'
@@ -427,14 +468,31 @@ def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFix
     assert "the program goes on" in capsys.readouterr().out
 
 
-@of_page("modules.md")
 @pytest.mark.usefixtures("project")
-def test_the_tests_of_a_tool_pass() -> None:
-    tests = vars(executed("modules.md", "test_orders.py"))
+@pytest.mark.parametrize(
+    ("project", "page", "name"),
+    [("modules.md", "modules.md", "test_orders.py"), ("first-steps.md", "first-steps.md", "test_files.py")],
+    indirect=["project"],
+)
+def test_the_tests_of_a_tool_pass(page: str, name: str) -> None:
+    tests = vars(executed(page, name))
     names = [name for name in tests if name.startswith("test_")]
     assert len(names) == 2
     for name in names:
         tests[name]()
+
+
+@of_page("first-steps.md")
+@pytest.mark.usefixtures("project")
+async def test_a_notebook_calls_a_tool_and_serves_it() -> None:
+    text = program("first-steps.md", "notebook.py").replace(
+        '"streamable-http"', f'"streamable-http", port={free_port()}'
+    )
+    defined: dict[str, Any] = {"__name__": "__main__"}
+    await eval(compile(text, "notebook.py", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), defined)
+    defined["server"].stop()
+    await asyncio.to_thread(defined["server"].wait)
+    assert f"# '{defined['told']}'" in text
 
 
 @of_page("data.md")
@@ -590,12 +648,13 @@ def inline_code(page: str) -> list[str]:
 
 
 # Of other people's programs.
-FOREIGN_FLAGS = set("--add-mcp --debug --from-openapi --graceful-timeout --issuer --output --resource --scopes".split())
-FOREIGN_FLAGS |= set("--timeout-graceful-shutdown --unit --workers --against --now --jwt-".split())
+FOREIGN_FLAGS = set("--add-mcp --cli --debug --from --from-openapi --graceful-timeout --issuer --method".split())
+FOREIGN_FLAGS |= set("--output --resource --scopes --timeout-graceful-shutdown --unit --with --workers".split())
+FOREIGN_FLAGS |= set("--against --now --jwt-".split())
 FOREIGN_OPTIONS = set(
     "acl annotations approval_handler authenticator callers calls context description display ge id max_fails metadata"
-    " middlewares model_config observability output_format policy resources ser_json_inf_nan strategy streaming targets"
-    " trace".split()
+    " middlewares mode model_config name observability output_format policy reasoning_effort resources response"
+    " ser_json_inf_nan strategy streaming targets trace".split()
 )
 
 
@@ -671,3 +730,15 @@ def test_the_extension_of_the_examples_counts_calls_and_ends_them() -> None:
     *_, refused, left = ended.stdout.splitlines()
     assert "has been called 2 times" in refused, ended.stderr
     assert left == "left: 0"
+
+
+def test_the_durable_work_of_the_examples_goes_on_in_the_next_server() -> None:
+    """Its first server dies in the fifth of eight steps."""
+    pytest.importorskip("dbos")
+    run = [sys.executable, str(ROOT / "examples" / "durable.py")]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=50)
+    sent = re.findall(r"letter (\d) is sent by process (\d+)", ended.stderr)
+    assert [letter for letter, _ in sent] == [*"12345678"], ended.stderr
+    assert len({process for _, process in sent[:4]}) == len({process for _, process in sent[4:]}) == 1
+    assert sent[0][1] != sent[4][1]
+    assert "8 letters are sent" in ended.stdout
