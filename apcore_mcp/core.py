@@ -2010,9 +2010,9 @@ class Bridge:
         return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: Any) -> Any:
-        for tool in await self._offered(ctx):
+        for tool in self.catalog.tools.values():
             for description, content in tool.resources:
-                if description["uri"] == params.uri:
+                if description["uri"] == params.uri and await self.catalog.offered([tool], caller_in(ctx)):
                     return {"contents": [content], **_FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})
