@@ -706,7 +706,7 @@ SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -0
     "MODULE_NOT_FOUND": "Module not found",
     "MODULE_DISABLED": "Module is disabled",
     "ACL_DENIED": "Access denied",
-    "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
+    "MODULE_TIMEOUT": "Module timed out",
     "GENERAL_INVALID_INPUT": "Invalid input",
     "CALL_DEPTH_EXCEEDED": "Call depth limit exceeded",
     "CIRCULAR_CALL": "Circular call detected",
@@ -716,12 +716,14 @@ SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -0
     "APPROVAL_TIMEOUT": "Approval was not given in time",
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
-    "RESULT_TOO_LARGE": "Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)",
+    "RESULT_TOO_LARGE": "Result is too large (the tool has run)",
 }
-_DETAILS = {  # how a sentence goes on, unless that may quote what is marked
-    "MODULE_NOT_FOUND": ": {module_id}",
-    "MODULE_DISABLED": ": {module_id}",
-    "GENERAL_INVALID_INPUT": ": {message}",
+_WITH_DETAILS = {  # the same where an error has these details, and they quote nothing that is marked
+    "MODULE_NOT_FOUND": "Module not found: {module_id}",
+    "MODULE_DISABLED": "Module is disabled: {module_id}",
+    "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
+    "GENERAL_INVALID_INPUT": "Invalid input: {message}",
+    "RESULT_TOO_LARGE": "Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)",
 }
 UNEXPECTED = "Internal error occurred"
 _LOG_CHARACTERS = 10_000  # of an error's text in the log
@@ -817,16 +819,19 @@ class _ErrorMapper:
         is_own = error.details.get("call_chain", own_chain) == own_chain
         if isinstance(error, errors.SchemaValidationError) and is_own:
             return self._explain_validation(error, is_withheld)
-        sentence = SENTENCES.get(error.code, "Module error: {code}")
-        sentence += "" if is_withheld else _DETAILS.get(error.code, "")
+        text = SENTENCES.get(error.code, f"Module error: {error.code}")
         if isinstance(error, errors.ApprovalDeniedError) and error.result.reason == NOBODY:
-            return f"{sentence}: {NOBODY}", {}
-        facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
-        text = text_of(sentence.format_map(facts))
+            return f"{text}: {NOBODY}", {}
+        kinds = int if is_withheld else (int, str)
+        facts = {**error.details, "message": error.message}
+        facts = {name: fact for name, fact in facts.items() if isinstance(fact, kinds)}
+        with suppress(KeyError):  # a module's own error may have a code of apcore's, and other details
+            text = _WITH_DETAILS[error.code].format_map(facts)
+        text = text_of(text)
         report: JSONObject = {}
         if isinstance(error, errors.SchemaValidationError):  # this module called another one with wrong arguments
             report["user_fixable"] = False
-        if error.code == "MODULE_TIMEOUT":
+        if error.code == "MODULE_TIMEOUT" and "timeout_ms" in facts:
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
             found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)

@@ -83,8 +83,10 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
             {"error_type": "ACL_DENIED", "retryable": False, "user_fixable": False}),
     "timeout": (lambda: ModuleTimeoutError(module_id="slow.module", timeout_ms=30000), "Module timed out after 30000ms",
                 {"error_type": "MODULE_TIMEOUT", "retryable": True, "error_details": {"timeout_ms": 30000}}),
-    "timeout_of_its_own": (lambda: ModuleError("MODULE_TIMEOUT", "too slow"), "Module timed out after 0ms",
-                           {"error_details": {"timeout_ms": 0}}),
+    "timeout_of_its_own": (lambda: ModuleError("MODULE_TIMEOUT", "too slow", {"timeout_ms": None}), "Module timed out",
+                           {"error_type": "MODULE_TIMEOUT"}),
+    "too_large_of_its_own": (lambda: ModuleError("RESULT_TOO_LARGE", "40 boxes"),
+                             "Result is too large (the tool has run)", {"error_type": "RESULT_TOO_LARGE"}),
     "invalid_input": (lambda: InvalidInputError(message="a {non-empty} string"), "Invalid input: a {non-empty} string",
                       {"error_type": "GENERAL_INVALID_INPUT", "user_fixable": True}),
     "config": (lambda: ConfigError("/etc/passwd is bad"), "Module error: CONFIG_INVALID", {}),
@@ -320,7 +322,6 @@ UNREADABLE: dict[str, Callable[[], ModuleError]] = {
     "errors_number": lambda: SchemaValidationError(TOKEN, errors=cast(Any, 7)),
     "code_list": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), code=[TOKEN]),
     "flag_object": lambda: with_odd(ModuleError("SHOP_CLOSED", TOKEN), retryable=object()),
-    "timeout_object": lambda: ModuleError("MODULE_TIMEOUT", TOKEN, {"timeout_ms": object()}),
 }
 
 
