@@ -546,7 +546,7 @@ class Tool:
             try:
                 self._read(arguments)
             except ValidationError as error:
-                faults += pydantic_faults(error, arguments)
+                faults += pydantic_faults(error, arguments, self.input_schema)
         else:
             known = {name: value for name, value in arguments.items() if name not in unknown}
             faults += schema_faults(self.input_schema, known)

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import httpx
 import pytest
@@ -519,6 +519,39 @@ async def test_of_a_union_the_telling_faults_are_told(validating: Validating) ->
     assert optional_of_model == {"back.width", "back.height"}
     assert len(optional_of_dict) == 1
     assert optional_of_dict < optional_of_model
+
+
+class Note(BaseModel):
+    kind: Literal["note"]
+    note: str
+    more: dict[str, int] = {}
+
+
+class Photo(BaseModel):
+    kind: Literal["photo"]
+    url: str
+
+
+class Cards(BaseModel):
+    cards: list[Annotated[Note | Photo, Field(discriminator="kind")]]
+
+
+WRONG_CARDS: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    ({"kind": "note", "note": "milk", "more": 7}, ("more", "Input should be an object")),
+    ({"kind": "note", "note": "note", "more": {"note": "x"}}, ("more.note", "Input should be a valid integer")),
+    ({"kind": "note", "note": {"more": 7}}, ("note", "Input should be a valid string")),
+    ({"kind": "note"}, ("note", "Field required")),
+    ({"kind": "song"}, ("kind", "Input should be one of: note, photo")),
+    ({"url": "x"}, ("kind", "Input should be one of: note, photo")),
+]
+
+
+async def test_of_a_tagged_union_the_field_is_named() -> None:
+    """Also where a field is called as a tag is, which pydantic's paths name like a field."""
+    async with connect({"put": FunctionalModule(echo, input_schema=Cards)}) as client:
+        for card, (field, message) in WRONG_CARDS:
+            report = failure(await client.call_tool("put", {"cards": [card]}))
+            assert [line[:2] for line in lines_of(report)] == [(f"cards.0.{field}", message)]
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["own", "middleware"])
