@@ -22,7 +22,7 @@ from typing import Any
 
 from apcore.utils.redaction import REDACTED_VALUE
 
-__all__ = ["configure", "log_to_stderr", "tell", "values_hidden"]
+__all__ = ["Formatter", "configure", "log_to_stderr", "tell", "values_hidden"]
 
 _FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
@@ -32,7 +32,7 @@ def _line(text: str, limit: int) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:limit])[:limit]
 
 
-class _Formatter(logging.Formatter):
+class Formatter(logging.Formatter):
     """Writes a record in one line, and its traceback below it, each line of that indented.
 
     Any record may quote what a client has sent, whoever logs it: a line break, and what follows would look like a
@@ -60,7 +60,7 @@ class _StderrHandler(logging.handlers.QueueHandler):
     def __init__(self) -> None:
         self._records = queue.Queue[logging.LogRecord](1_000)
         super().__init__(self._records)
-        self.setFormatter(_Formatter(_FORMAT))
+        self.setFormatter(Formatter(_FORMAT))
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
 
