@@ -184,6 +184,7 @@ class Options:
     task_after: _Seconds | None = _option(5.0, "seconds until a call goes on as a task", type=float, nargs="?")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", "names with dots, hyphens, or both", choices=("auto", "module-id", "portable"))
+    structured: bool = _option(True, "list output schemas, and send results as structured content beside their text")
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     mask_errors: bool = _option(True, "hide the type and text of unexpected exceptions from clients")
     approval: str | ApprovalHandler = _option("require", "ask users", choices=("auto", "require", "deny", "off"))
@@ -368,6 +369,19 @@ _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
 _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
+_TEXT: JSONSchema = {"type": "string"}
+_ICON: JSONSchema = {
+    "type": "object",
+    "properties": {
+        "src": _TEXT,
+        "mimeType": _TEXT,
+        "sizes": {"type": "array", "items": _TEXT},
+        "theme": {"enum": ["light", "dark"]},
+    },
+    "required": ["src"],
+}
+_ICONS: JSONSchema = {"type": "array", "items": _ICON}  # MCP 2025-11-25
+
 # Where the first paragraph of a docstring ends without an empty line: what apcore takes for the head of a section.
 _SECTION = re.compile(r":\w|(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?|Warnings?)\s*:")
 
@@ -402,12 +416,15 @@ class _AnnotationMapper:
         self._version = descriptor.version
         self.tags = _tags_of(descriptor, module)
         self.annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
-        self.title = descriptor.name or ""
+        self.title = descriptor.name or descriptor.module_id.rpartition(".")[2].replace("_", " ").capitalize()
         metadata = descriptor.metadata
         overlay: JSONObject = {}
         with suppress(KeyError, TypeError):  # apcore does not check what `display` holds
             overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
         self._meta: JSONObject = {**(overlay.get("meta") or {})}
+        self._icons = overlay.get("icons") or []
+        if not is_valid(self._icons, _ICONS):  # clients would refuse the whole list
+            raise ValueError("its icons are no list of objects with a `src`, as MCP has them")
         self.alias = text_of(overlay.get("alias") or descriptor.module_id)
         self.page = text_of(overlay["page"]) if isinstance(overlay.get("page"), str) else ""
         self.page_uri = f"ui://{descriptor.module_id}"
@@ -432,8 +449,9 @@ class _AnnotationMapper:
         meta = {**self._meta, **flags, "apcore/version": self._version, "apcore/tags": self.tags}
         if self.page:
             meta["ui"] = {"resourceUri": self.page_uri}
-        title = {"title": self.title} if self.title else {}
-        return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
+        title = {"title": self.title}
+        icons = {"icons": self._icons} if self._icons else {}
+        return {**title, **icons, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
         r"""The annotations that differ from the defaults, for a function's description (FR-ANNOT-007):
@@ -480,7 +498,8 @@ class Tool:
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
         promise = promise_of(output_schema) if output_schema else {"type": "null"}
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
-        if admits_object(promise) and not (self.marks or self.media or options.output_formatter):
+        is_text = not options.structured or self.marks or self.media or options.output_formatter
+        if admits_object(promise) and not is_text:
             definition["outputSchema"] = {**promise, "type": "object"}
         self._definition = _as_listed(definition)
         self.input_schema: JSONSchema = self._definition["inputSchema"]
