@@ -241,9 +241,15 @@ def _visible(text: str) -> str:
     return "".join(char if _is_visible(char) else json.dumps(char)[1:-1] for char in text)
 
 
+# Letters and accents that show nothing: fillers, joiners, vowels that are not written, variation selectors.
+_BLANK = re.compile(r"[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+
+
 def _is_visible(char: str) -> bool:
     if char.isascii():
         return char.isprintable()
+    if _BLANK.match(char) or unicodedata.combining(char) == 1:  # drawn over a letter, it strikes that out
+        return False
     kind = unicodedata.category(char)
     return kind[0] in "LNP" or kind in ("Mn", "Mc", "Sc")
 

@@ -90,7 +90,7 @@ class Arguments:
             try:
                 self._read(arguments)
             except ValidationError as error:
-                faults += pydantic_faults(error, arguments)
+                faults += pydantic_faults(error, arguments, self._by_spellings)
         else:
             known = {name: value for name, value in arguments.items() if name not in unknown}
             faults += schema_faults(self.declared, known)

@@ -151,6 +151,19 @@ _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
 _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
+_TEXT: JSONSchema = {"type": "string"}
+_ICON: JSONSchema = {
+    "type": "object",
+    "properties": {
+        "src": _TEXT,
+        "mimeType": _TEXT,
+        "sizes": {"type": "array", "items": _TEXT},
+        "theme": {"enum": ["light", "dark"]},
+    },
+    "required": ["src"],
+}
+_ICONS: JSONSchema = {"type": "array", "items": _ICON}  # MCP 2025-11-25
+
 # Where the first paragraph of a docstring ends without an empty line: what apcore takes for the head of a section.
 _SECTION = re.compile(r":\w|(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?|Warnings?)\s*:")
 
@@ -185,12 +198,15 @@ class _AnnotationMapper:
         self._version = descriptor.version
         self.tags = _tags_of(descriptor, module)
         self.annotations = descriptor.annotations or _DEFAULT_ANNOTATIONS
-        self.title = descriptor.name or ""
+        self.title = descriptor.name or descriptor.module_id.rpartition(".")[2].replace("_", " ").capitalize()
         metadata = descriptor.metadata
         overlay: JSONObject = {}
         with suppress(KeyError, TypeError):  # apcore does not check what `display` holds
             overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
         self._meta: JSONObject = {**(overlay.get("meta") or {})}
+        self._icons = overlay.get("icons") or []
+        if not is_valid(self._icons, _ICONS):  # clients would refuse the whole list
+            raise ValueError("its icons are no list of objects with a `src`, as MCP has them")
         self.alias = text_of(overlay.get("alias") or descriptor.module_id)
         self.page = text_of(overlay["page"]) if isinstance(overlay.get("page"), str) else ""
         self.page_uri = f"ui://{descriptor.module_id}"
@@ -215,8 +231,9 @@ class _AnnotationMapper:
         meta = {**self._meta, **flags, "apcore/version": self._version, "apcore/tags": self.tags}
         if self.page:
             meta["ui"] = {"resourceUri": self.page_uri}
-        title = {"title": self.title} if self.title else {}
-        return {**title, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
+        title = {"title": self.title}
+        icons = {"icons": self._icons} if self._icons else {}
+        return {**title, **icons, "description": self.description, "annotations": {**title, **hints}, "_meta": meta}
 
     def to_suffix(self) -> str:
         r"""The annotations that differ from the defaults, for a function's description (FR-ANNOT-007):
@@ -254,7 +271,8 @@ class Tool:
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
         promise = promise_of(output_schema) if output_schema else {"type": "null"}
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
-        if admits_object(promise) and not (self.marks or self.media or options.output_formatter):
+        is_text = not options.structured or self.marks or self.media or options.output_formatter
+        if admits_object(promise) and not is_text:
             definition["outputSchema"] = {**promise, "type": "object"}
         self._definition = _as_listed(definition)
         self.input_schema: JSONSchema = self._definition["inputSchema"]
@@ -411,7 +429,7 @@ SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -0
     "MODULE_NOT_FOUND": "Module not found",
     "MODULE_DISABLED": "Module is disabled",
     "ACL_DENIED": "Access denied",
-    "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
+    "MODULE_TIMEOUT": "Module timed out",
     "GENERAL_INVALID_INPUT": "Invalid input",
     "CALL_DEPTH_EXCEEDED": "Call depth limit exceeded",
     "CIRCULAR_CALL": "Circular call detected",
@@ -421,12 +439,14 @@ SENTENCES = {  # what a client reads, by apcore's error code (FR-ERROR-001 to -0
     "APPROVAL_TIMEOUT": "Approval was not given in time",
     "APPROVAL_PENDING": "Approval is still pending",
     "OUTPUT_SERIALIZATION_ERROR": "Failed to serialize module output",
-    "RESULT_TOO_LARGE": "Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)",
+    "RESULT_TOO_LARGE": "Result is too large (the tool has run)",
 }
-_DETAILS = {  # how a sentence goes on, unless that may quote what is marked
-    "MODULE_NOT_FOUND": ": {module_id}",
-    "MODULE_DISABLED": ": {module_id}",
-    "GENERAL_INVALID_INPUT": ": {message}",
+_WITH_DETAILS = {  # the same where an error has these details, and they quote nothing that is marked
+    "MODULE_NOT_FOUND": "Module not found: {module_id}",
+    "MODULE_DISABLED": "Module is disabled: {module_id}",
+    "MODULE_TIMEOUT": "Module timed out after {timeout_ms}ms",
+    "GENERAL_INVALID_INPUT": "Invalid input: {message}",
+    "RESULT_TOO_LARGE": "Result is too large: {size} bytes, and at most {limit} are sent (the tool has run)",
 }
 UNEXPECTED = "Internal error occurred"
 _LOG_CHARACTERS = 10_000  # of an error's text in the log
@@ -537,16 +557,19 @@ class _ErrorMapper:
         is_own = error.details.get("call_chain", own_chain) == own_chain
         if isinstance(error, errors.SchemaValidationError) and is_own:
             return self._explain_validation(error, is_withheld)
-        sentence = SENTENCES.get(error.code, "Module error: {code}")
-        sentence += "" if is_withheld else _DETAILS.get(error.code, "")
+        text = SENTENCES.get(error.code, f"Module error: {error.code}")
         if isinstance(error, errors.ApprovalDeniedError) and error.result.reason == NOBODY:
-            return f"{sentence}: {NOBODY}", {}
-        facts = {"timeout_ms": 0, **error.details, "code": error.code, "message": error.message}
-        text = text_of(sentence.format_map(facts))
+            return f"{text}: {NOBODY}", {}
+        kinds = int if is_withheld else (int, str)
+        facts = {**error.details, "message": error.message}
+        facts = {name: fact for name, fact in facts.items() if isinstance(fact, kinds)}
+        with suppress(KeyError):  # a module's own error may have a code of apcore's, and other details
+            text = _WITH_DETAILS[error.code].format_map(facts)
+        text = text_of(text)
         report: JSONObject = {}
         if isinstance(error, errors.SchemaValidationError):  # this module called another one with wrong arguments
             report["user_fixable"] = False
-        if error.code == "MODULE_TIMEOUT":
+        if error.code == "MODULE_TIMEOUT" and "timeout_ms" in facts:
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
             found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
@@ -1236,9 +1259,9 @@ class Bridge:
         return {"resourceTemplates": [], **_FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: Any) -> Any:
-        for tool in await self._offered(ctx):
+        for tool in self.catalog.tools.values():
             for description, content in tool.resources:
-                if description["uri"] == params.uri:
+                if description["uri"] == params.uri and await self.catalog.offered([tool], caller_in(ctx)):
                     return {"contents": [content], **_FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})

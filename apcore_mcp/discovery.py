@@ -24,6 +24,7 @@ import yaml
 from apcore import ModuleAnnotations, Registry
 from apcore.bindings import BindingLoader
 from apcore.decorator import FunctionModule
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 __all__ = ["Folder", "discover"]
@@ -127,6 +128,12 @@ def _is_module_class(value: object) -> bool:
     return inspect.isclass(value) and has_parts and not value.__name__.startswith("_")
 
 
+def _has_models(cls: Any) -> bool:
+    """Whether apcore's own discovery would take a module class: both of its schemas are pydantic models."""
+    schemas = (cls.input_schema, getattr(cls, "output_schema", None))
+    return all(inspect.isclass(schema) and issubclass(schema, BaseModel) for schema in schemas)
+
+
 # ---- Bindings: functions elsewhere, made modules by a YAML file ----
 
 
@@ -219,13 +226,15 @@ class Folder(Registry):
 
     @contextmanager
     def _fence(self, what: str) -> Iterator[None]:
-        """Leave out `what` with a WARNING if it raises, `SystemExit` included.
+        """Leave out `what` with a WARNING if it raises, whatever it raises but KeyboardInterrupt.
 
         Of a file, it names the line that failed. The traceback is for DEBUG: most of it is apcore's and pydantic's.
         """
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # such as that of `pytest.skip`
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == what]
             place = f"line {lines[-1]}: " if lines else ""
             told = " - ".join(" ".join(str(each).split()) for each in (error, error.__cause__) if each)
@@ -241,7 +250,8 @@ class Folder(Registry):
     def _unload(self, path: str) -> None:
         self._base.pop(path, None)
         for module_id in self._by_file.pop(path, []):
-            self.unregister(module_id)
+            with self._fence(f"{path}: on_unload of {module_id}"):
+                self.unregister(module_id)
 
     def _load(self, path: str) -> None:
         if not _is_inside(path, self._folder):
@@ -272,6 +282,9 @@ class Folder(Registry):
         functions = [value for value in defined if hasattr(value, "apcore_module")]
         entry_point = str(metadata.get("entry_point", "")).rpartition(":")[2]
         classes = [contents[entry_point]] if entry_point else list(filter(_is_module_class, defined))
+        if len(classes) > 1:
+            with_models = list(filter(_has_models, classes))
+            classes = with_models if len(with_models) == 1 else classes
         if metadata and not classes:
             raise ValueError("its metadata describes a module class, and it defines none")
         for function in functions:

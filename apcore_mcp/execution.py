@@ -64,7 +64,9 @@ class _DaemonThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
-        self._calls.put((future, functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)))
+        call = [functools.partial(contextvars.copy_context().run, fn, *args, **kwargs)]
+        future.add_done_callback(lambda _: call.clear())  # one that is cancelled waits on, but without its arguments
+        self._calls.put((future, call))
         if not self._idle.acquire(blocking=False) and self._started < THREADS_MAX:
             self._started += 1
             threading.Thread(target=self._work, name="apcore-mcp-module", daemon=True).start()
@@ -79,7 +81,7 @@ class _DaemonThreads(ThreadPoolExecutor):
             self.busy.add(threading.get_ident())
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(call())
+                    future.set_result(call.pop()())
                 except StopIteration as error:  # an asyncio future refuses it
                     future.set_exception(RuntimeError(repr(error)))
                 except BaseException as error:  # a SystemExit ends the call, not this thread

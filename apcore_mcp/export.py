@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -46,7 +47,9 @@ def _sample(schema: JSONSchema) -> Any:
         if "format" in part:
             plain[0] = None  # a text would have to be a date, or an address
     validator = Draft202012Validator(schema)
-    return next((value for value in own + plain if value is not None and validator.is_valid(value)), None)
+    with suppress(Exception):  # such as for a pattern that is none of Python's
+        return next((value for value in own + plain if value is not None and validator.is_valid(value)), None)
+    return None
 
 
 def _fenced(value: Any) -> str:

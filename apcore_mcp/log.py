@@ -24,7 +24,7 @@ from apcore.utils.redaction import REDACTED_VALUE
 
 from .call import call_of
 
-__all__ = ["configure", "log_to_stderr", "one_line", "tell", "values_hidden"]
+__all__ = ["Formatter", "configure", "log_to_stderr", "one_line", "tell", "values_hidden"]
 
 _FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
@@ -35,7 +35,7 @@ def one_line(text: str, limit: int | None = None) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:limit])[:limit]
 
 
-class _Formatter(logging.Formatter):
+class Formatter(logging.Formatter):
     """Writes a record in one line, and its traceback below it, each line of that indented.
 
     Any record may quote what a client has sent, whoever logs it: a line break, and what follows would look like a
@@ -63,7 +63,7 @@ class _StderrHandler(logging.handlers.QueueHandler):
     def __init__(self) -> None:
         self._records = queue.Queue[logging.LogRecord](1_000)
         super().__init__(self._records)
-        self.setFormatter(_Formatter(_FORMAT))
+        self.setFormatter(Formatter(_FORMAT))
         self._writer = threading.Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
 

@@ -68,6 +68,7 @@ class Options:
     task_after: _Seconds | None = _option(5.0, "seconds until a call goes on as a task", type=float, nargs="?")
     validate_inputs: bool = _option(False, "check arguments against the advertised schema before apcore does")
     tool_names: str = _option("auto", "names with dots, hyphens, or both", choices=("auto", "module-id", "portable"))
+    structured: bool = _option(True, "list output schemas, and send results as structured content beside their text")
     redact_output: bool = _option(True, "replace the values of output fields marked x-sensitive")
     mask_errors: bool = _option(True, "hide the type and text of unexpected exceptions from clients")
     approval: str | ApprovalHandler = _option("require", "ask users", choices=("auto", "require", "deny", "off"))

@@ -114,6 +114,7 @@ class SearchTools:
         call = _descriptor(CALL_TOOL, "Call a tool", _CALL_TEXT, _TARGET, ModuleAnnotations(destructive=True))
         self.tools = {each.module_id: Tool(each, None, options) for each in (search, call)}
         self._catalog = catalog
+        self._is_structured = options.structured
 
     def faults(self, name: str, arguments: JSONObject) -> list[dict[str, str]]:
         """What is wrong with the arguments of one of the two."""
@@ -145,7 +146,8 @@ class SearchTools:
         if not listing:
             return tool_result(_groups(tools))  # Codex shows its model nothing but structured content, if there is any
         # Without structured content, Gemini CLI would take the text for it, and refuse an array.
-        return tool_result(to_json(listing).decode(), structuredContent={"result": listing})
+        more: JSONObject = {"structuredContent": {"result": listing}} if self._is_structured else {}
+        return tool_result(to_json(listing).decode(), **more)
 
 
 def _descriptor(

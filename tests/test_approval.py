@@ -579,7 +579,8 @@ SEEN = [
     "€ £ ¥ ½ ² ٣ Ⅷ „Ja“ \u2013 «non» ¿qué? 「はい」 …",
     "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~",
 ]
-UNSEEN = "\u00a0\u3000\u2800\u00ad\u200b\u200c\u200d\u2060\u0488\u20dd\ue000\U000e0041\U0001d159😀🇪√±№™\x1f\x7f"
+UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180e\u180f\u3164\ufe00\ufe0f\uffa0\U000e0100\u0336\u0338\u20d2"
+UNSEEN += "\u00a0\u3000\u2800\u00ad\u200b\u200c\u200d\u2060\u0488\u20dd\ue000\U000e0041\U0001d159😀🇪√±№™\x1f\x7f"
 
 
 async def test_only_what_can_be_read_is_shown() -> None:

@@ -145,6 +145,7 @@ def test_one_bad_file_is_left_out_by_name(extensions: Path, caplog: pytest.LogCa
         "bad/syntax.py": ("def broken(:\n", "SyntaxError: invalid syntax (syntax.py, line 1)"),
         "bad/missing.py": ("import no_such_package_anywhere\n", "ModuleNotFoundError: No module named"),
         "bad/exits.py": ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+        "bad/skips.py": ("import pytest\npytest.skip('not here', allow_module_level=True)\n", "Skipped: not here"),
         "bad/initial.py": (say + ENDS.format("__init__"), "SystemExit: ends"),
         "bad/loading.py": (say + ENDS.format("on_load"), "SystemExit: ends"),
         "bad/described.py": (say, "ValueError: dictionary update sequence"),
@@ -421,6 +422,15 @@ def test_several_classes_are_left_out(tmp_path: Path, second: str) -> None:
         " or name it as entry_point"
         for name in ("First", "Second")
     ]
+
+
+def test_of_several_classes_the_one_with_models_is_taken(tmp_path: Path) -> None:
+    """As apcore's own discovery takes it."""
+    write(tmp_path / "some.py", "with models", a_class("Helper") + a_class("Half", schema="TextInput"))
+    folder = load(tmp_path)
+    assert (shown(folder), folder.left_out) == ({"some": "with models"}, [])
+    own = Registry(extensions_dir=str(tmp_path))
+    assert (own.discover(), shown(own)) == (1, {"some": "with models"})
 
 
 def test_entry_point_chooses_the_class(tmp_path: Path) -> None:
@@ -941,6 +951,9 @@ def test_follow_looks_until_it_is_ended(tmp_path: Path) -> None:
     assert look.daemon
     write(tmp_path / "hot.py", "old")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    write(tmp_path / "unloads.py", "once", ENDS.format("on_unload"))
+    until(lambda: "unloads" in folder.list())
+    (tmp_path / "unloads.py").unlink()
     until(lambda: shown(folder) == {"hot": "old"})
     write(tmp_path / "hot.py", "new")
     until(lambda: shown(folder) == {"hot": "new"})

@@ -289,14 +289,26 @@ async def test_sync_modules_have_context_variables_of_their_call() -> None:
 
 
 async def test_threads_of_blocking_calls_are_bounded() -> None:
-    """Calls that wait for a thread when their time is over have been answered so, and must not run after that."""
+    """Calls that wait for a thread when their time is over have been answered so, and must not run after that, nor
+    keep what they were to be called with."""
     gate = threading.Event()
     began: list[bool] = []
+    kept = weakref.WeakSet[Any]()
+
+    class Arguments(dict[str, Any]):
+        __hash__ = object.__hash__  # type: ignore[assignment]
+
+    class Note(Middleware):
+        async def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:  # type: ignore[override]
+            arguments = Arguments(inputs)
+            kept.add(arguments)
+            return arguments
 
     def block(inputs: dict[str, Any], context: Any) -> Any:
         began.append(gate.wait(30))
 
     executor = Executor(registry_of({"block": block}), config=Config({"executor": {"default_timeout": 400}}))
+    executor.use(Note())
     threads = threading.active_count()
     with serving(executor, transport="sse") as url:  # one connection for all answers
         async with client_of(f"{url}/sse", HANDSHAKE) as client:
@@ -304,6 +316,7 @@ async def test_threads_of_blocking_calls_are_bounded() -> None:
             assert {text_of(result) for result in results} == {"Module timed out after 400ms"}
             running = threading.active_count() - threads
             assert 6 < running < 256 + 20
+            until(lambda: gc.collect() is not None and len(kept) <= 256, 10)
             gate.set()
             await client.call_tool("block", {})  # when all that waited before has left the queue
             until(lambda: threading.active_count() - threads <= running)

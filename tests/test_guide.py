@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator
+from logging.config import DictConfigurator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -544,15 +545,21 @@ class Zoe:
         await self.app({**scope, "user": SimpleUser('Zoë "7"'), "auth": AuthCredentials([])}, receive, send)
 
 
-async def test_the_recipe_for_logs_makes_each_call_a_line_of_json(
+async def test_the_recipe_for_logs_makes_each_record_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = blocks("operation.md", "json")
     config, logger = json.loads(block.text), logging.getLogger("apcore_mcp.access")
-    form = config["formatters"][config["handlers"]["calls"]["formatter"]]
+    # Without `dictConfig`, which would change every other test's log.
+    make = DictConfigurator(config).configure_formatter
+    formatters = {name: make(form) for name, form in config["formatters"].items()}
+    forged = logging.makeLogRecord({"msg": "a\nERROR: b", "exc_info": (ValueError, ValueError("a\nERROR: b"), None)})
+    record, *below = formatters[config["handlers"]["stderr"]["formatter"]].format(forged).split("\n")
+    assert record.endswith(r": a\nERROR: b")
+    assert below[-1] == "  ERROR: b"
     assert config["loggers"][logger.name] == {"level": "INFO", "handlers": ["calls"], "propagate": False}
-    handler = logging.StreamHandler(sys.stdout)  # without `dictConfig`, which would change every other test's log
-    handler.setFormatter(logging.Formatter(form["format"], style=form["style"]))
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(formatters[config["handlers"]["calls"]["formatter"]])
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.INFO)
     async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(Zoe)]) as client:

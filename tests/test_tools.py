@@ -37,9 +37,10 @@ async def test_a_tool_tells_what_its_module_declares() -> None:
         f"image.m{number:02}": StreamingModule([], name="Resize", annotations=annotations, **facts)
         for number, (annotations, _) in enumerate(ANNOTATED)
     }
-    async with connect({**modules, "nameless": echo}) as client:
+    async with connect({**modules, "nameless.resize_all": echo}) as client:
         *tools, nameless = (await client.list_tools()).tools
-    assert nameless.title is None
+    assert nameless.annotations is not None
+    assert nameless.title == nameless.annotations.title == "Resize all"
     for tool, (_, different) in zip(tools, ANNOTATED, strict=True):
         assert (tool.title, tool.description) == ("Resize", "Makes it smaller. é")
         assert tool.input_schema["required"] == ["width", "made"]
@@ -358,3 +359,31 @@ async def test_an_authors_meta_is_the_tools_but_for_names_of_others(
     async with connect(modules, mode=mode) as client:
         tools = {tool.name: tool.meta or {} for tool in (await client.list_tools()).tools}
     assert tools["t.own"] == {**tools["t.none"], **own}
+
+
+async def test_icons_of_the_overlay_are_the_tools(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Others than MCP has would cost a client the whole list."""
+    icon = {"src": "https://example.com/bell.svg", "mimeType": "image/svg+xml", "sizes": ["any"], "theme": "dark"}
+    shown = {"good": [icon], "text": "bell.svg", "number": [{"src": 7}]}
+    modules = {
+        f"t.{name}": FunctionalModule(echo, metadata={"display": {"mcp": {"icons": icons}}})
+        for name, icons in shown.items()
+    }
+    async with connect(modules, mode=mode) as client:
+        (tool,) = (await client.list_tools()).tools
+    assert tool.icons is not None
+    assert [each.model_dump(by_alias=True) for each in tool.icons] == [icon]
+    left_out = sorted(text.partition(" is left out: ")[0] for text in messages_logged(caplog))
+    assert left_out == ["Module t.number", "Module t.text"]
+
+
+async def test_without_structured_content_there_is_the_text_alone(mode: str) -> None:
+    """As a client that shows its model both pays twice. It is so of a search, too."""
+    for search in (False, True):
+        async with connect({"t.echo": echo}, mode=mode, structured=False, search=search) as client:
+            assert [tool.output_schema for tool in (await client.list_tools()).tools] == [None] * (search + 1)
+            results = [await client.call_tool("t.echo", {"a": 1})]
+            if search:
+                results.append(await client.call_tool("search_tools", {"query": "echo"}))
+            assert [result.structured_content for result in results] == [None] * len(results)
+            assert [bool(success_text(result)) for result in results] == [True] * len(results)

@@ -130,7 +130,11 @@ class Raises:
 
 
 class Later:
+    def __init__(self) -> None:
+        self.asked = 0
+
     async def evaluate(self, value: Any, context: Any) -> bool:
+        self.asked += 1
         await asyncio.sleep(0)
         return bool(value)
 
@@ -138,14 +142,18 @@ class Later:
 async def test_a_condition_may_take_its_time_and_one_that_raises_hides_at_most_its_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    later = Later()
     monkeypatch.setitem(ACL._condition_handlers, "raises", Raises())
-    monkeypatch.setitem(ACL._async_condition_handlers, "later", Later())
+    monkeypatch.setitem(ACL._async_condition_handlers, "later", later)
     conditions = {"door.*": {"raises": 1}, "lobby.*": {"later": True}, "vault.*": {"later": False}}
     acl = ACL([rule(target, conditions=condition) for target, condition in conditions.items()], default_effect="deny")
     executor = house(acl)
     async with signed(executor) as session:
         assert await listed(session.client) == GUEST
         assert (await session.client.call_tool("door.open")).is_error
+        asked = later.asked
+        assert (await session.client.read_resource("docs://lobby.look")).contents
+        assert later.asked == asked + 1  # about the module of that document alone
     assert offered_to_openai(executor, Identity("ann")) == ["lobby-look"]
 
 
