@@ -42,6 +42,7 @@ def _command_line() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, l
         own.add_argument("--extensions-dir", metavar="DIR", required=True, help="directory with apcore modules"),
         own.add_argument("--export", choices="mcp openai openai-strict markdown client".split(), help="print tools"),
         own.add_argument("--check", action="store_const", const="check", dest="export", help=_CHECK),
+        own.add_argument("--skills", metavar="DIR", help="serve the skills in a directory, a folder each"),
         own.add_argument("--log-config", metavar="FILE", help="how to log instead: JSON for logging.config.dictConfig"),
         own.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics"),
     ]
@@ -100,6 +101,8 @@ def _run(values: dict[str, Any], repeated: list[str]) -> int:
         arguments += ["--log-config", os.path.abspath(log_config)]
     else:
         log.log_to_stderr(waits=form is not None)
+    if "skills" in values:
+        arguments += ["--skills", os.path.abspath(values["skills"])]
     folder = Folder(directory)
     if not 1 <= values["port"] <= 65535:
         raise ValueError("port must be between 1 and 65535")

@@ -113,6 +113,7 @@ from .values import (
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
     from mcp.server.extension import MethodBinding
+    from mcp.server.mcpserver.resources import Resource
     from starlette.applications import Starlette
 
     from .search import SearchTools
@@ -197,6 +198,7 @@ class Options:
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
     mcp_extensions: Sequence[Any] | None = None
+    skills: str | Path | None = None
     output_formatter: Callable[[Any], str] | None = None
     max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
     explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools")
@@ -227,6 +229,8 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for a value that is of the right type, but not allowed."""
+        if self.skills is not None and not any(Path(self.skills).glob("*/SKILL.md")):
+            raise ValueError(f"skills must be a directory of folders with a SKILL.md each, got {str(self.skills)!r}")
         for name in ("name", "version", "instructions", "prefix"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} must not be empty")
@@ -247,6 +251,7 @@ class Options:
             raise ValueError(f"explorer_prefix must be a path of its own, like /explorer; got {self.explorer_prefix!r}")
         files = {"search": self.search, "explorer": self.explorer, "metrics": self.metrics_collector}
         files["tasks"] = self.task_after not in (5.0, None)
+        files["skills"] = self.skills is not None
         for file, is_wanted in files.items():
             if is_wanted and not Path(__file__).with_name(f"{file}.py").exists():
                 raise ValueError(f"an option needs {file}.py, which this copy of the package is without")
@@ -1784,6 +1789,7 @@ _FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
 _APPS_EXTENSION = "io.modelcontextprotocol/ui"
+SKILLS_EXTENSION = "io.modelcontextprotocol/skills"
 
 
 class Activity:
@@ -1823,6 +1829,14 @@ def _method_handler(method: MethodBinding) -> Any:
         return await method.handler(ctx, params)
 
     return handle
+
+
+def _resource_definition(resource: Resource) -> JSONObject:
+    """A resource of an extension as `resources/list` describes it."""
+    fields = ("uri", "name", "title", "description", "annotations", "icons")
+    described = resource.model_dump(mode="json", by_alias=True, exclude_none=True, include={*fields})
+    meta = {} if resource.meta is None else {"_meta": resource.meta}
+    return {**described, "mimeType": resource.mime_type, **meta}
 
 
 class Bridge:
@@ -1885,8 +1899,8 @@ class Bridge:
         self.endless.add(loop.create_task(self._notify_of_changes()))
 
     def _extend(self) -> None:
-        """Take in the SDK's extensions: the user's own, and that of tasks. Of each its methods, what it does to calls,
-        and its settings, which clients are told."""
+        """Take in the SDK's extensions: the user's own, and those of tasks and skills. Of each its methods, its
+        resources, what it does to calls, and its settings, which clients are told."""
         from mcp.server.extension import compose_tool_call_handler
         from mcp_types import CallToolRequestParams
 
@@ -1896,9 +1910,14 @@ class Bridge:
 
             self.router.tasks = Tasks(self.options.task_after)
             extensions.append(self.router.tasks)
+        if self.options.skills is not None:
+            from .skills import Skills
+
+            extensions.append(Skills(self.options.skills, self.options.dynamic))
+        self.extensions = extensions
         for extension in extensions:
-            if extension.tools() or extension.resources():
-                raise ValueError(f"{extension.identifier} brings tools or resources: here they are made of modules")
+            if extension.tools():
+                raise ValueError(f"{extension.identifier} brings tools: here they are made of modules")
             self.server.extensions[extension.identifier] = extension.settings()
             for method in extension.methods():
                 self.server.add_request_handler(method.method, method.params_type, _method_handler(method))
@@ -1966,8 +1985,9 @@ class Bridge:
         extensions: JSONObject = {**(capabilities.get("extensions") or {})}
         if any(tool.about.page for tool in self.catalog.tools.values()):
             extensions[_APPS_EXTENSION] = {}
-        if ctx.method == "initialize":
-            extensions.pop(TASKS_EXTENSION, None)  # which handshake clients cannot use
+        if ctx.method == "initialize":  # handshake clients cannot use their methods
+            extensions.pop(TASKS_EXTENSION, None)
+            extensions.pop(SKILLS_EXTENSION, None)
         capabilities.pop("extensions", None)
         if extensions:
             capabilities["extensions"] = extensions
@@ -2003,8 +2023,9 @@ class Bridge:
         return tool.input_schema if tool else None
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
-        tools = await self._offered(ctx)
-        return {"resources": [description for tool in tools for description, _ in tool.resources], **_FRESH}
+        resources = [description for tool in await self._offered(ctx) for description, _ in tool.resources]
+        resources += map(_resource_definition, self._added_resources())
+        return {"resources": resources, **_FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
         return {"resourceTemplates": [], **_FRESH}
@@ -2014,8 +2035,18 @@ class Bridge:
             for description, content in tool.resources:
                 if description["uri"] == params.uri:
                     return {"contents": [content], **_FRESH}
+        for resource in self._added_resources():
+            if resource.uri == params.uri:
+                content = {"uri": resource.uri, "mimeType": resource.mime_type}
+                read = await resource.read()
+                content |= {"text": read} if isinstance(read, str) else {"blob": base64.b64encode(read).decode()}
+                return {"contents": [content], **_FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})
+
+    def _added_resources(self) -> list[Resource]:
+        """The resources of extensions, which are open to every caller."""
+        return [binding.resource for extension in self.extensions for binding in extension.resources()]
 
     async def _offered(self, ctx: RequestContext) -> list[Tool]:
         """The tools that the caller of a request may call."""

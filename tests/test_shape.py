@@ -39,6 +39,7 @@ ALWAYS = {
     "export": {"core", "schemas"},
     "metrics": {"core", "execution"},
     "search": {"core", "schemas"},
+    "skills": {"core", "schemas"},
     "stdio": {"core", "execution"},
     "tasks": {"core", "schemas"},
     "values": {"schemas"},
@@ -46,7 +47,8 @@ ALWAYS = {
 }
 LATER = {
     "__main__": {"export", "stdio"},
-    "core": {"explorer", "metrics", "search", "stdio", "tasks", "web"},
+    "export": {"skills"},
+    "core": {"explorer", "metrics", "search", "skills", "stdio", "tasks", "web"},
     "openai": {"search"},
     "values": {"execution"},
     "web": {"explorer", "metrics"},
@@ -141,6 +143,7 @@ print(json.dumps([name for name, now in state().items() if now != before.get(nam
 WITHOUT = {
     "tasks": ["--task-after", "3"],
     "search": ["--search"],
+    "skills": ["--skills", str(ROOT / "examples" / "skills")],
     "explorer": ["--explorer", "--transport", "streamable-http"],
     "export": ["--export", "mcp"],
     "metrics": ["--metrics", "--transport", "streamable-http"],
