@@ -168,7 +168,7 @@ def check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> t
         from .skills import Skills
 
         skills = Skills(options.skills, dynamic=False)
-        skill_uris = [*skills.entries]
+        skill_uris = [*skills.skills()]
         missing += len(skills.left_out)
     warnings = len(warned) + len(catalog.warned)
     summary = f"{len(names)} {'tool' if len(names) == 1 else 'tools'} would be served, {missing} left out"
