@@ -26,9 +26,8 @@ _AT_A_TERMINAL = "A client has to start this server (--export client); a page: -
 
 def _add_option(parser: argparse.ArgumentParser, option: dataclasses.Field[Any]) -> argparse.Action:
     """Make the flag of an option: `log_level` has `--log-level`."""
-    settings = {**option.metadata}
     # Where nothing is the default, the help does not say "(default: None)".
-    settings["default"] = argparse.SUPPRESS if option.default is None else option.default
+    settings = {**option.metadata, "default": argparse.SUPPRESS if option.default is None else option.default}
     if isinstance(option.default, bool):
         settings["action"] = argparse.BooleanOptionalAction if option.default else "store_true"
     return parser.add_argument(f"--{option.name.replace('_', '-')}", **settings)
@@ -43,6 +42,7 @@ def _command_line() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, l
         own.add_argument("--extensions-dir", metavar="DIR", required=True, help="directory with apcore modules"),
         own.add_argument("--export", choices="mcp openai openai-strict markdown client".split(), help="print tools"),
         own.add_argument("--check", action="store_const", const="check", dest="export", help=_CHECK),
+        own.add_argument("--skills", metavar="DIR", help="serve the skills in it, a folder each"),
         own.add_argument("--log-config", metavar="FILE", help="how to log instead: JSON for logging.config.dictConfig"),
         own.add_argument("--metrics", action="store_true", dest="metrics_collector", help="Prometheus' page /metrics"),
     ]
@@ -94,11 +94,11 @@ def _run(values: dict[str, Any], repeated: list[str]) -> int:
     directory = values.pop("extensions_dir")
     form = values.pop("export", None)
     log_config = values.pop("log_config", None)
-    arguments = ["--extensions-dir", os.path.abspath(directory)]
+    paths = {"--extensions-dir": directory, "--skills": values.get("skills"), "--log-config": log_config}
+    arguments = [part for flag, path in paths.items() if path for part in (flag, os.path.abspath(path))]
     if log_config is not None:
         log.configure(log_config)
         values["log_level"] = None  # the file says it
-        arguments += ["--log-config", os.path.abspath(log_config)]
     else:
         log.log_to_stderr(waits=form is not None)
     folder = Folder(directory)

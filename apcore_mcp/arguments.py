@@ -131,7 +131,7 @@ class Arguments:
         if isinstance(self.model, ModelType):
             schema = self.model.model_json_schema(by_alias=False, schema_generator=_WithSpellings)
         try:
-            return _spelled(SchemaConverter(self.model).inline(schema))
+            return _spelled(SchemaConverter(self.model, cuts=True).inline(schema))
         except (ValueError, KeyError):
             return {"x-sensitive": True} if mentions_mark(schema) else {}
 

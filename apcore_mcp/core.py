@@ -98,6 +98,7 @@ from .values import Output, RefusedOutput, as_json, marks_in, not_json, redact
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
     from mcp.server.extension import MethodBinding
+    from mcp.server.mcpserver.resources import Resource
     from starlette.applications import Starlette
 
     from .search import SearchTools
@@ -1040,6 +1041,7 @@ _CONFIRMED_SECONDS = 300.0  # how long a user may think where nothing waits, so 
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
 _APPS_EXTENSION = "io.modelcontextprotocol/ui"
+SKILLS_EXTENSION = "io.modelcontextprotocol/skills"
 
 
 class Activity:
@@ -1080,6 +1082,14 @@ def _method_handler(method: MethodBinding) -> Any:
         return await method.handler(ctx, params)
 
     return handle
+
+
+def _resource_definition(resource: Resource) -> JSONObject:
+    """A resource of an extension as `resources/list` describes it."""
+    fields = ("uri", "name", "title", "description", "annotations", "icons")
+    described = resource.model_dump(mode="json", by_alias=True, exclude_none=True, include={*fields})
+    meta = {} if resource.meta is None else {"_meta": resource.meta}
+    return {**described, "mimeType": resource.mime_type, **meta}
 
 
 class Bridge:
@@ -1140,8 +1150,8 @@ class Bridge:
         self.unending.add(loop.create_task(self._notify_of_changes()))
 
     def _extend(self) -> None:
-        """Take in the SDK's extensions: the user's own, and that of tasks. Of each its methods, what it does to calls,
-        and its settings, which clients are told."""
+        """Take in the SDK's extensions: the user's own, and those of tasks and skills. Of each its methods, its
+        resources, what it does to calls, and its settings, which clients are told."""
         from mcp.server.extension import compose_tool_call_handler
         from mcp_types import CallToolRequestParams
 
@@ -1152,9 +1162,14 @@ class Bridge:
 
             self.router.tasks = Tasks(self.options.task_after)
             extensions.append(self.router.tasks)
+        if self.options.skills is not None:
+            from .skills import Skills
+
+            extensions.append(Skills(self.options.skills, self.options.dynamic))
+        self.extensions = extensions
         for extension in extensions:
-            if extension.tools() or extension.resources():
-                raise ValueError(f"{extension.identifier} brings tools or resources: here they are made of modules")
+            if extension.tools():
+                raise ValueError(f"{extension.identifier} brings tools: here they are made of modules")
             self.server.extensions[extension.identifier] = extension.settings()
             for method in extension.methods():
                 self.server.add_request_handler(method.method, method.params_type, _method_handler(method))
@@ -1215,8 +1230,9 @@ class Bridge:
         extensions: JSONObject = {**(capabilities.get("extensions") or {})}
         if any(tool.about.page for tool in self.catalog.tools.values()):
             extensions[_APPS_EXTENSION] = {}
-        if ctx.method == "initialize":
-            extensions.pop(TASKS_EXTENSION, None)  # which handshake clients cannot use
+        if ctx.method == "initialize":  # handshake clients cannot use their methods
+            extensions.pop(TASKS_EXTENSION, None)
+            extensions.pop(SKILLS_EXTENSION, None)
         capabilities.pop("extensions", None)
         if extensions:
             capabilities["extensions"] = extensions
@@ -1252,8 +1268,9 @@ class Bridge:
         return tool.input_schema if tool else None
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
-        tools = await self._offered(ctx)
-        return {"resources": [description for tool in tools for description, _ in tool.resources], **_FRESH}
+        resources = [description for tool in await self._offered(ctx) for description, _ in tool.resources]
+        resources += map(_resource_definition, self._added_resources())
+        return {"resources": resources, **_FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
         return {"resourceTemplates": [], **_FRESH}
@@ -1263,8 +1280,18 @@ class Bridge:
             for description, content in tool.resources:
                 if description["uri"] == params.uri and await self.catalog.offered([tool], caller_in(ctx)):
                     return {"contents": [content], **_FRESH}
+        for resource in self._added_resources():
+            if resource.uri == params.uri:
+                content = {"uri": resource.uri, "mimeType": resource.mime_type}
+                read = await resource.read()
+                content |= {"text": read} if isinstance(read, str) else {"blob": base64.b64encode(read).decode()}
+                return {"contents": [content], **_FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})
+
+    def _added_resources(self) -> list[Resource]:
+        """The resources of extensions, which are open to every caller."""
+        return [binding.resource for extension in self.extensions for binding in extension.resources()]
 
     async def _offered(self, ctx: RequestContext) -> list[Tool]:
         """The tools that the caller of a request may call."""

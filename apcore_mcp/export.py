@@ -160,7 +160,7 @@ def export(options: Options, form: str, arguments: Sequence[str], environment: M
 
 
 def check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> tuple[str, int]:
-    """Each tool that would be served and what is missing, with the exit status: 1 unless all is well.
+    """Each tool and skill that would be served and what is missing, with the exit status: 1 unless all is well.
 
     `left_out` and `warned` are what was said while the folder was loaded."""
     catalog = Catalog(options)
@@ -168,8 +168,15 @@ def check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> t
     if not names:
         logger.warning("%s", catalog.why_empty())
     missing = len(left_out) + len(catalog.left_out)
+    skill_uris: list[str] = []
+    if options.skills is not None:
+        from .skills import Skills
+
+        skills = Skills(options.skills, dynamic=False)
+        skill_uris = [*skills.skills()]
+        missing += len(skills.left_out)
     warnings = len(warned) + len(catalog.warned)
     summary = f"{len(names)} {'tool' if len(names) == 1 else 'tools'} would be served, {missing} left out"
     if warnings:
         summary += f", {warnings} warned of"
-    return "\n".join([*names, summary]), 1 if missing or warnings or not names else 0
+    return "\n".join([*names, *skill_uris, summary]), 1 if missing or warnings or not names else 0

@@ -7,10 +7,12 @@ rewriting of a schema and what undoes it in a call stand side by side.
 from __future__ import annotations
 
 import asyncio
+import mimetypes
+import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal, overload
 
 from apcore import APCore, Executor, Registry
 from apcore.approval import ApprovalHandler
@@ -20,7 +22,7 @@ from jsonschema import Draft202012Validator
 from pydantic_core import from_json, to_json
 
 from .client import Client
-from .core import Catalog, ExecutionRouter, Tool, installation, logger, portable_name
+from .core import Catalog, ExecutionRouter, Tool, installation, logger, portable_name, tool_result
 from .options import Options, options_of
 from .schemas import (
     CONSTRAINTS,
@@ -327,12 +329,48 @@ class _FunctionRouter(ExecutionRouter):
         return tool, _drop_nulls(arguments, tool.input_schema)[0]
 
 
+# What the Responses API takes as pictures: any other one would cost the whole request.
+_IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+
+
+def _part(file: JSONObject) -> JSONObject:
+    """A file of a result as a content part of the Responses API: `{"type": "input_image", "image_url": "data:..."}`."""
+    resource = file.get("resource", file)
+    media_type = resource["mimeType"]
+    url = f"data:{media_type};base64,{resource.get('blob') or resource.get('data')}"
+    if media_type in _IMAGES:
+        return {"type": "input_image", "image_url": url}
+    if "blob" in resource:
+        name = posixpath.basename(resource["uri"]) + (mimetypes.guess_extension(media_type) or "")
+        return {"type": "input_file", "filename": name, "file_data": url}
+    return {"type": "input_text", "text": resource.get("text") or f"[a file of type {media_type}]"}
+
+
+@overload
 async def run_openai_call(
     registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
     search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
-) -> str:  # fmt: skip
-    """Run the call a model sent back, and return what to tell the model, as text.
+    content: Literal["text"] = "text",
+) -> str: ...  # fmt: skip
+
+
+@overload
+async def run_openai_call(
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
+    search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
+    content: Literal["parts"],
+) -> list[JSONObject]: ...  # fmt: skip
+
+
+async def run_openai_call(
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
+    search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
+    content: Literal["text", "parts"] = "text",
+) -> str | list[JSONObject]:  # fmt: skip
+    """Run the call a model sent back, and return what to tell the model, as text or as a list of content parts.
 
         output = await run_openai_call(executor, call.function.name, call.function.arguments)
 
@@ -341,18 +379,24 @@ async def run_openai_call(
     `from_openai_call`. `tags`, `prefix`, `identity` (the caller, to the ACL) and `search` are those that
     `to_openai_tools` had. There is nobody to ask for an approval: "require" and "deny" refuse a call that needs one,
     "auto" lets it run with a WARNING and "off" without one; an apcore `ApprovalHandler` decides itself, and so does the
-    one that an Executor already has. A text of more than `max_result` bytes is an error (0: of any length). Raises
+    one that an Executor already has. A text of more than `max_result` bytes is an error (0: of any length). With
+    `content="parts"`, for the Responses API, pictures and files are told as such (`input_image`, `input_file`). Raises
     TypeError and ValueError for wrong options, and nothing that a module raised."""
+    if content not in ("text", "parts"):
+        raise ValueError(f"content must be text or parts, got {content!r}")
     given: JSONObject = {"tags": tags, "prefix": prefix, "search": search, "approval": approval}
     options = options_of("run_openai_call()", registry_or_executor, **given, max_result=max_result)
     try:
         inputs = _read_arguments(name, arguments)
     except ValueError as error:
-        return f"Invalid input: {error}"
-    router = _FunctionRouter(Catalog(options), options)
-    with installation(options.executor):
-        result = await router.call(name, inputs, identity, Client(names="portable"), structured=False)
+        result = tool_result(f"Invalid input: {error}")
+    else:
+        router = _FunctionRouter(Catalog(options), options)
+        with installation(options.executor):
+            result = await router.call(name, inputs, identity, Client(names="portable"), structured=False)
     text, *files = result["content"]
+    if content == "parts":
+        return [{"type": "input_text", "text": text["text"]}, *map(_part, files)]
     lines = [text["text"]]
     for file in files:
         resource = file.get("resource", file)

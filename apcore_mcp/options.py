@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 from apcore import APCore, Config, Executor, Registry
@@ -82,6 +83,7 @@ class Options:
     metrics_collector: Any = None
     middleware: Sequence[Any] | None = None
     mcp_extensions: Sequence[Any] | None = None
+    skills: str | Path | None = None
     output_formatter: Callable[[Any], str] | None = None
     max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
     explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools")
@@ -112,6 +114,8 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for a value that is of the right type, but not allowed."""
+        if self.skills is not None and not any(Path(self.skills).glob("*/SKILL.md")):
+            raise ValueError(f"skills must be a directory of folders with a SKILL.md each, got {str(self.skills)!r}")
         for name in ("name", "version", "instructions", "prefix"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} must not be empty")

@@ -42,6 +42,7 @@ IN_PLACE = frozenset("anyOf oneOf allOf not if then else dependentSchemas".split
 ModelType = type(BaseModel)  # the metaclass of pydantic's models
 _PYDANTIC_NAMES = GenerateJsonSchema()  # makes titles of names
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_NARROWING = frozenset("not if then else contains unevaluatedItems unevaluatedProperties".split())
 # References of other drafts mean nothing to apcore, and some clients drop a tool that has them.
 FOREIGN_REFERENCES = frozenset("$recursiveRef $recursiveAnchor $dynamicRef".split())
 # Keywords that say where references lead, and the dialect: without meaning once references are inlined.
@@ -208,13 +209,17 @@ class SchemaConverter:
     ValueError for a schema that the metaschema refuses, for one that refers to itself or has references inside
     references more than 32 deep, and for a result of more than 50,000 schemas; KeyError for a reference to nothing.
     `model` is the pydantic model that the schema is of, if any: the titles that pydantic makes of the names of fields
-    and classes say nothing and are left out, while an author's own are kept."""
+    and classes say nothing and are left out, while an author's own are kept. With `cuts`, the result may accept more:
+    an object that leads back into itself is any object there. Not where anything is marked, as nobody would see it."""
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, cuts: bool = False) -> None:
         self._model = model
+        self._cuts = cuts
 
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
+        self._root = schema
+        self._circular: set[str] = set()  # references that lead back into themselves
         self._nodes = 0
         resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         name = _PYDANTIC_NAMES.normalize_name(getattr(self._model, "__name__", "-"))
@@ -244,12 +249,19 @@ class SchemaConverter:
                 result["allOf"] = [target, *result.get("allOf", ())]
             else:
                 result = {**target, **result}
+        if self._circular:  # these accept less when what is in them accepts more
+            result = {"anyOf" if key == "oneOf" else key: result[key] for key in result if key not in _NARROWING}
         return self._complete(result)
 
     def _target(self, ref: str, resolver: Any, opened: list[str], place: str) -> JSONSchema:
-        if ref in opened:
-            path = map(posixpath.basename, [*opened[opened.index(ref) :], ref])
-            raise UnconvertibleSchema(f"Circular reference: {' -> '.join(path)}")
+        circle = opened[opened.index(ref) :] if ref in opened else []
+        self._circular.update(circle)
+        if circle or (ref in self._circular and not self._circular.isdisjoint(opened)):  # each once: they multiply
+            again = resolver.lookup(ref).contents
+            if not self._cuts or types_of(again) != ["object"] or mentions_mark(self._root):
+                raise UnconvertibleSchema(f"Circular reference: {' -> '.join(map(posixpath.basename, [*circle, ref]))}")
+            text = "object, as the whole" if ref == "#" else f"{again.get('title', posixpath.basename(ref))}, as above"
+            return {"type": "object", "description": f"another {text}"}
         if len(opened) > _REF_DEPTH_MAX:
             raise UnconvertibleSchema(f"Maximum recursion depth exceeded: more than {_REF_DEPTH_MAX} references")
         try:
@@ -328,7 +340,7 @@ def admits_object(schema: JSONSchema) -> bool:
 def object_schema(schema: JSONSchema, model: Any = None) -> JSONSchema:
     """A module's arguments as a self-contained object schema (FR-SCHEMA-001, -003, -004, -006): `{}` becomes
     `{"type": "object", "properties": {}}`. ValueError or KeyError where that cannot be, or the root is no object."""
-    inlined = SchemaConverter(model).inline(schema)
+    inlined = SchemaConverter(model, cuts=True).inline(schema)
     if not admits_object(inlined):
         raise ValueError(f"Input schema must describe an object, got type {inlined.get('type')!r}")
     return {**inlined, "type": "object", "properties": properties_of(inlined)}

@@ -411,6 +411,14 @@ def test_the_tools_are_told_to_other_models() -> None:
 
 @of_page("openai.md")
 @pytest.mark.usefixtures("project")
+async def test_what_a_model_is_told_in_parts() -> None:
+    call = SimpleNamespace(name="text-shout", arguments='{"text": "hi"}')
+    (part,) = await executed("openai.md", "parts.py").output_of(call)
+    assert (part["type"], json.loads(part["text"])) == ("input_text", {"result": "HI"})
+
+
+@of_page("openai.md")
+@pytest.mark.usefixtures("project")
 def test_a_call_of_openais_is_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     executed("openai.md", "by_hand.py")
     assert capsys.readouterr().out == "{'result': 'GOOD MORNING'}\n"

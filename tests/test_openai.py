@@ -624,18 +624,32 @@ async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
 
 
 async def test_a_model_reads_text_files_and_is_told_of_others_in_a_line() -> None:
+    """Or sees them, in the content parts of the Responses API, but for those that it would refuse."""
+
     def file(kind: str) -> dict[str, Any]:
         return {**STRING, "contentEncoding": "base64", "contentMediaType": kind}
 
-    properties = {"chart": file("image/png"), "page": file("application/pdf"), "table": file("text/csv")}
-    files = {"chart": "YQ==", "page": "Yg==", "table": base64.b64encode(b"a,b\n1,2").decode()}
+    kinds = {"chart": "image/png", "page": "application/pdf", "table": "text/csv"}
+    kinds |= {"drawing": "image/svg+xml", "voice": "audio/wav"}
+    properties = {name: file(kind) for name, kind in kinds.items()}
+    files = {**dict.fromkeys(kinds, "YQ=="), "table": base64.b64encode(b"a,b\n1,2").decode()}
     drawn = FunctionalModule(
         lambda inputs, context: {**files, "n": 1}, output_schema={"type": "object", "properties": properties}
     )
     text = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}")
     assert text.splitlines() == [
         '{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]", "a,b", "1,2",
+        "[a file of type image/svg+xml]", "[a file of type audio/wav]",
     ]  # fmt: skip
+    parts = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}", content="parts")
+    assert parts == [
+        {"type": "input_text", "text": '{"n":1}'},
+        {"type": "input_image", "image_url": "data:image/png;base64,YQ=="},
+        {"type": "input_file", "filename": "page.pdf", "file_data": "data:application/pdf;base64,YQ=="},
+        {"type": "input_text", "text": "a,b\n1,2"},
+        {"type": "input_text", "text": "[a file of type image/svg+xml]"},
+        {"type": "input_text", "text": "[a file of type audio/wav]"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -653,6 +667,8 @@ async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, argument
     hidden = FunctionalModule(running, annotations=ModuleAnnotations(discoverable=False))
     registry = registry_of({"m.run": FunctionalModule(running, input_schema=RUN), "m.hidden": hidden})
     assert await run_openai_call(registry, name, arguments) == told
+    parts = await run_openai_call(registry, name, arguments, content="parts")
+    assert parts == [{"type": "input_text", "text": told}]
 
 
 async def test_a_call_of_a_model_is_made_for_its_caller() -> None:
@@ -697,6 +713,7 @@ async def test_what_needs_approval_is_refused_unless_the_program_decides(
         ({"approval": 5}, TypeError, r"run_openai_call\(\) approval"),
         ({"tags": [""]}, ValueError, "Tag values must not be empty"),
         ({"prefix": ""}, ValueError, "prefix must not be empty"),
+        ({"content": "images"}, ValueError, "content must be text or parts"),
     ],
 )
 async def test_wrong_options_of_a_call_are_the_programs_fault(

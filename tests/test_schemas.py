@@ -12,16 +12,17 @@ import enum
 import json
 import logging
 import math
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import pytest
+from apcore.decorator import FunctionModule
 from conftest import FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models, mutations
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
-from support import DATA, INTEGER, STRING, check, messages_logged, nested, one, subschemas
+from support import DATA, INTEGER, STRING, check, messages_logged, nested, one, subschemas, success_text, text_of
 
 from apcore_mcp import to_openai_tools
 
@@ -40,6 +41,14 @@ def chain(length: int) -> dict[str, Any]:
     """A schema with `length` references inside each other."""
     definitions: dict[str, Any] = {f"D{i}": one({"$ref": f"#/$defs/D{i + 1}"}) for i in range(1, length)}
     return one({"$ref": "#/$defs/D1"}, **{"$defs": {**definitions, f"D{length}": STRING}})
+
+
+CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
+
+
+def again(name: str, where: str = "above") -> dict[str, Any]:
+    """What stands where a schema leads back into itself."""
+    return {"type": "object", "description": f"another {name}, as {where}", "properties": {}}
 
 
 SIMPLE = one(STRING)
@@ -72,6 +81,9 @@ CONVERTED = {
         one({"$ref": "#/$defs/A"}, **{"$defs": {"A": one({"items": {"$ref": "#/$defs/B"}}), "B": INTEGER}}),
         one(one({"items": INTEGER})),
     ),
+    "into-itself": (one({"$ref": "#/$defs/A"}, **CYCLE), one(one({"items": again("A")}))),
+    "into-its-root": (one({"anyOf": [{"$ref": "#"}, STRING]}), one({"anyOf": [again("object", "the whole"), STRING]})),
+    "a-property-inside-itself": (one(one({"$ref": "#/properties/p"})), one(one(one(again("p"))))),
     "legacy-definitions": (one({"$ref": "#/definitions/A"}, definitions={"A": INTEGER}), one(INTEGER)),
     "root-reference": ({"$ref": "#/$defs/Root", "$defs": {"Root": SIMPLE}}, SIMPLE),
     "into-a-definition": (pointed({"$ref": "#/$defs/Point/properties/x"}), one(INTEGER)),
@@ -190,11 +202,13 @@ DEEPER = {**CHAIN, **AGAIN, "$defs": {**CHAIN["$defs"], "In": one({"$ref": "#/$d
 WIDER = {f"p{n}": {"$ref": "#/$defs/Big"} for n in range(51)}
 BIG = {"Big": {"properties": {f"p{n}": {} for n in range(1_000)}}}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
-CYCLE = {"$defs": {"A": one({"$ref": "#/$defs/B"}), "B": {"items": {"$ref": "#/$defs/A"}}}}
+CIRCULAR = {"type": "object", "properties": {"p": {"$ref": "#/$defs/A"}, "key": {"x-sensitive": True}}, **CYCLE}
+LIST = {"$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}
 REFUSED = {
-    "circular": (one({"$ref": "#/$defs/A"}, **CYCLE), "A -> B -> A"),
-    "to-its-own-root": (one({"$ref": "#"}), "# -> #"),
-    "property-inside-itself": (one(one({"$ref": "#/properties/p"})), "p -> p"),
+    "circular-and-marked": (CIRCULAR, "A -> B -> A"),
+    "marked-elsewhere": (one({"$ref": "#"}, **{"$defs": {"Unused": one({"x-sensitive": True})}}), "# -> #"),
+    "list-of-nothing-but-itself": (one({"$ref": "#/$defs/A"}, **LIST), "A -> A"),
+    "circular-or-null": (one({"$ref": "#"}, type=["object", "null"]), "# -> #"),
     "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
@@ -300,7 +314,7 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> No
 
 @pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
 async def test_one_circular_module_of_five_leaves_four_tools(caplog: pytest.LogCaptureFixture) -> None:
-    circular = FunctionalModule(echo, input_schema=REFUSED["circular"][0])
+    circular = FunctionalModule(echo, input_schema=CIRCULAR)
     modules = {"m.a": echo, "m.b": echo, "m.circular": circular, "m.c": echo, "m.d": echo}
     async with connect(modules) as client:
         for _ in range(2):
@@ -445,6 +459,86 @@ def test_a_module_with_an_illegal_output_schema_is_left_out_by_name(caplog: pyte
     assert [t["function"]["name"] for t in to_openai_tools(registry_of({**bad, "good.one": echo}))] == ["good-one"]
     told = [record.getMessage() for record in caplog.records]
     assert [name for name in bad if len([text for text in told if f"{name} " in text]) != 1] == []
+
+
+# ---- Models that contain themselves ----
+
+
+class Tree(BaseModel):
+    name: str
+    branches: list[Tree] = []
+
+
+class Where(BaseModel):
+    kind: Literal["where"]
+    field: str
+
+
+class Both(BaseModel):
+    kind: Literal["both"]
+    of: list[Filter]
+
+
+class Either(BaseModel):
+    kind: Literal["either"]
+    of: list[Filter]
+
+
+Filter = Annotated[Where | Both | Either, Field(discriminator="kind")]
+
+
+class Search(BaseModel):
+    filter: Filter
+    limit: int = 10
+
+
+def plant(tree: Tree, times: int = 1) -> str:
+    return tree.branches[0].branches[0].name * times
+
+
+def leaf(name: Any) -> dict[str, Any]:
+    return {"name": "a", "branches": [{"name": "b", "branches": [{"name": name}]}]}
+
+
+TREE: dict[str, Any] = {"name": STRING, "branches": {"type": "array", "items": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_every_depth_is_checked_of_a_model_that_contains_itself(validate_inputs: bool) -> None:
+    both = FunctionalModule(echo, input_schema=Tree, output_schema=Tree)
+    modules = {"t.model": both, "t.dict": FunctionalModule(echo, input_schema={"type": "object", "properties": TREE})}
+    modules["t.function"] = FunctionModule(plant, "t.function")
+    async with connect(modules, validate_inputs=validate_inputs) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        for name in modules:
+            arguments = {"tree": leaf("c")} if name == "t.function" else leaf("c")
+            given = success_text(await client.call_tool(name, arguments))
+            assert json.loads(given)["result"] == "c" if name == "t.function" else '"c"' in given
+            wrong = {"tree": leaf(3)} if name == "t.function" else leaf(3)
+            refused = await client.call_tool(name, wrong)
+            assert refused.is_error
+            assert "branches.0.branches.0.name: " in text_of(refused)
+    assert tools["t.model"].output_schema is None, "a client could not check it"
+    branches = tools["t.model"].input_schema["properties"]["branches"]
+    assert branches == {"type": "array", "items": again("Tree"), "default": []}
+    assert tools["t.function"].input_schema["properties"]["tree"]["properties"]["branches"] == branches
+
+
+def test_a_filter_that_nests_accepts_what_its_model_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Its kinds would multiply; and what fits one kind fits any object, so that no schema may ask for exactly one."""
+    where = {"kind": "where", "field": "a"}
+    nested_filter = {"kind": "both", "of": [where, {"kind": "either", "of": [where, {"kind": "both", "of": [where]}]}]}
+    Search.model_validate({"filter": nested_filter})
+    registry = registry_of({"t.search": FunctionalModule(echo, input_schema=Search)})
+    (tool,) = to_openai_tools(registry)
+    parameters = tool["function"]["parameters"]
+    assert Draft202012Validator(parameters).is_valid({"filter": nested_filter})
+    assert not Draft202012Validator(parameters).is_valid({"filter": {"kind": "both"}})
+    assert json.dumps(parameters).count("another Both, as above") == 3
+    assert not caplog.records
+    to_openai_tools(registry, strict=True)
+    (warning,) = messages_logged(caplog)
+    assert "filter.anyOf.1.of.items.anyOf.1: additionalProperties, of which a model can send none" in warning
 
 
 # ---- Real models ----

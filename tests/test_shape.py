@@ -42,6 +42,7 @@ ABOVE: dict[str, set[str]] = {
     "metrics": set(),
     "openai": set(),
     "search": set(),
+    "skills": set(),
     "stdio": set(),
     "tasks": set(),
     "web": set(),
@@ -49,7 +50,8 @@ ABOVE: dict[str, set[str]] = {
 # What is only imported where it is used, as it may be missing.
 LATER = {
     "__main__": {"export", "stdio"},
-    "core": {"explorer", "metrics", "search", "stdio", "tasks", "web"},
+    "core": {"explorer", "metrics", "search", "skills", "stdio", "tasks", "web"},
+    "export": {"skills"},
     "openai": {"search"},
     "web": {"explorer", "metrics"},
 }
@@ -132,6 +134,7 @@ print(json.dumps([name for name, now in state().items() if now != before.get(nam
 WITHOUT = {
     "tasks": ["--task-after", "3"],
     "search": ["--search"],
+    "skills": ["--skills", str(ROOT / "examples" / "skills")],
     "explorer": ["--explorer", "--transport", "streamable-http"],
     "export": ["--export", "mcp"],
     "metrics": ["--metrics", "--transport", "streamable-http"],

@@ -200,7 +200,7 @@ async def test_a_module_that_cannot_be_read_is_left_out_by_name(caplog: pytest.L
     registry = Shaky()
     for name in ("demo.a", "demo.bad", "demo.gone", "demo.z"):
         registry.register(name, FunctionalModule(echo))
-    registry.register("demo.loop", FunctionalModule(echo, input_schema=one({"$ref": "#"})))
+    registry.register("demo.loop", FunctionalModule(echo, input_schema=one({"$ref": "#/$defs/Missing"})))
     async with connect(registry) as client:
         assert await listed(client) == ["demo.a", "demo.z"]
         assert parsed(success_text(await client.call_tool("demo.z", {"a": 1}))) == {"a": 1}

@@ -82,9 +82,13 @@ NOT_OFFERED = {
 }
 
 
-TASKS = "2026-07-28, tasks"
-TASKS_SCENARIOS = "lifecycle capability-negotiation wire-fields request-state-removal mrtr-input".split()
-TASKS_SCENARIOS += "request-headers dispatch-and-envelope mrtr-composition".split()
+# What belongs to an extension, the suite runs only by name.
+TASKS = "lifecycle capability-negotiation wire-fields request-state-removal mrtr-input request-headers"
+TASKS += " dispatch-and-envelope mrtr-composition"
+SCENARIOS = {
+    "2026-07-28, tasks": [f"tasks-{name}" for name in TASKS.split()],
+    "2026-07-28, skills": ["sep-2640-skills-enumeration", "sep-2640-skills-manifest"],
+}
 
 
 def install(client: Client) -> str:
@@ -142,10 +146,9 @@ def conformance(spec_version: str) -> list[str]:
     ):
         program = [str(NODE_PROGRAM), str(NODE / "node_modules" / "conformance" / "dist" / "index.js"), "server"]
         program += ["--url", url, "-o", results]
-        if spec_version == TASKS:  # the suite runs what belongs to an extension only by name
-            for scenario in TASKS_SCENARIOS:
-                done = run([*program, "--scenario", f"tasks-{scenario}"], seconds=60)
-        else:
+        for scenario in SCENARIOS.get(spec_version, []):
+            done = run([*program, "--scenario", scenario], seconds=60)
+        if spec_version not in SCENARIOS:
             done = run([*program, "--spec-version", spec_version, "--suite", "all"], seconds=300)
         found = [check for file in Path(results).glob("*/checks.json") for check in json.loads(file.read_text())]
     if not found:
@@ -180,7 +183,7 @@ def main() -> None:
     show(pages.HEADINGS, [pages.row(name) for name in pages.ROWS if chosen(name)])
     if chosen("conformance suite"):
         try:
-            ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28", TASKS)]
+            ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28", *SCENARIOS)]
         except (OSError, subprocess.SubprocessError) as error:
             sys.exit(f"The conformance suite does not run: {reason(error)}")
         show(["suite", "protocol", "checks that pass", "about what is not offered", "failed"], ran)

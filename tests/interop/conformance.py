@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from apcore import ModuleAnnotations, Registry
@@ -174,4 +175,5 @@ def modules() -> Registry:
 
 if __name__ == "__main__":
     options: dict[str, Any] = {"port": int(sys.argv[1]), "log_level": "ERROR", "output_formatter": as_text}
+    options["skills"] = Path(__file__).parents[2] / "examples" / "skills"
     serve(modules(), transport="streamable-http", task_after=TASK_AFTER, **options)
