@@ -40,8 +40,20 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -458,6 +470,8 @@ class Tool:
         self.function = function = function_of(module)
         if function is not None and function.others is not None and function.others_hint is not Any:
             raise TypeError(f"nothing checks what `**{function.others.name}` is given: give it the hint Any, or none")
+        if function is not None and function.unnamed is not None:
+            raise TypeError(f"nothing can be given to `{function.unnamed.name}` by its name, as arguments are")
         self.about = _AnnotationMapper(descriptor, module, function)
         self.name = self.about.alias
         self.summary = self.about.description
@@ -614,11 +628,18 @@ def tool_result(text: str, *files: JSONObject, is_error: bool = False, **more: A
 def _take_files(tool: Tool, value: JSONObject) -> list[JSONObject]:
     """Remove the files from `value` and return them as MCP content. ValueError for one that is not base64."""
     files: list[JSONObject] = []
+    found: list[tuple[str, str, str]] = []
     for name, media_type in tool.media.items():
-        if value.get(name) == REDACTED_VALUE:
+        given = value.get(name)
+        items = given if isinstance(given, list) else [given]
+        if not items or REDACTED_VALUE in items:
             continue
+        value.pop(name, None)
+        for number, item in enumerate(items):
+            found.append((f"{name}/{number}" if items is given else name, media_type, item or ""))
+    for name, media_type, text in found:
         # Pydantic writes the alphabet of URLs, MCP reads the standard one.
-        encoded = (value.pop(name, None) or "").replace("-", "+").replace("_", "/")
+        encoded = text.replace("-", "+").replace("_", "/")
         data = base64.b64decode(encoded, validate=True)
         family = media_type.split("/")[0]
         if data and family in ("image", "audio"):
@@ -828,9 +849,10 @@ class _ErrorMapper:
             report["user_fixable"] = False
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
-        if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
+        if error.code == "OUTPUT_SERIALIZATION_ERROR":
             found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
-            text += f": {found[0]}" if found else ""
+            text += f": {found[0]}" if found and not is_withheld and not self.tool.marks else ""
+            text += " (the tool has run)"
         if is_own and not is_withheld and error.code not in errors.ErrorCodeRegistry().all_codes:
             # The code and so the advice are the module's own; apcore's advice may name modules and callers.
             if error.suggestion:
@@ -1050,14 +1072,17 @@ def _is_for_description(keyword: str, value: Any) -> bool:
 def _to_strict(schema: JSONSchema) -> JSONSchema:
     """Rewrite a self-contained schema for OpenAI's strict mode (FR-OPENAI-003; OpenAI guide "Structured Outputs").
 
-    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": "string", "enum": ["png"]}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
+    `{"maxLength": 40, "default": "a", "description": "Where to look."}` becomes
+    `{"description": "Where to look. (maxLength: 40, default: \"a\")"}`."""
     keywords: JSONSchema = {}
     limits: list[str] = []
     for keyword, value in schema.items():
         if _is_for_description(keyword, value):
             limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
+        elif keyword == "default" and "const" not in schema and value is not None and not is_valid(None, schema):
+            limits.append(f"default: {to_json(value).decode()}")  # which it has where the model sends null
         elif keyword == "oneOf":
             keywords["anyOf"] = value
         elif keyword in CONSTRAINTS or keyword == "description":
@@ -1119,17 +1144,33 @@ def to_openai_tools(
 # ---- Calls: one running tool call: progress, questions, cancellation; event loop only ----
 
 
-async def report_progress(
+class _Sent(Coroutine[Any, Any, None]):
+    """What a report is to who awaits it, or runs it by `asyncio.run()`, once it is sent; nobody has to."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration
+
+    def throw(self, *error: Any) -> Any:
+        raise StopIteration
+
+    def close(self) -> None: ...
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
+
+
+def report_progress(
     context: Any, progress: float, total: float | None = None, message: str | None = None
-) -> None:
-    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
+) -> Awaitable[None]:
+    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`. In a plain
+    function, which has no event loop, without `await`: it is sent before this returns.
 
     A `progress` that is not finite, or no higher than the last one, is not sent (MCP, "Progress"), and neither is a
     `total` that is not finite. Does nothing when the module was not called through MCP (`context` may be None) or the
     client asked for no progress. Source: FR-EXT-001."""
     send = _from_context(context, MCP_PROGRESS_KEY)
-    if send is not None:
-        await send(progress, total, message)
+    reported: Awaitable[None] = _Sent() if send is None else send(progress, total, message)
+    return reported
 
 
 async def elicit(
@@ -1415,24 +1456,42 @@ class Call:
 
     # For modules.
 
-    async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+    def report(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
         """Send the client a progress notification, as `report_progress()` says."""
         number = float(progress)
         limit = None if total is None or not math.isfinite(float(total)) else float(total)  # JSON has no infinity
-        if asyncio.get_running_loop() is self.loop:
-            if self.task is not None and math.isfinite(number):
-                share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
-                self.status = f"{share} {text_of(message or '')}".strip()
-                self.task.touch()
-            if self.session is not None and self._progress < number < math.inf:
-                self._progress = number
-                await self.session.report_progress(number, limit, message and text_of(message))
-        elif self._unsent is None or self._unsent.done():
-            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self.loop)
-            # So that reports arrive in order, and before the result; while one is still to be sent, others are dropped.
-            # After a second the module goes on: the server's loop may be standing still, in an async module that waits
-            # for a synchronous `executor.call()`.
-            await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
+        try:
+            is_own_loop = asyncio.get_running_loop() is self.loop
+        except RuntimeError:  # there is none: a plain function in its thread
+            wait(self._hand_over(number, limit, message), timeout=1)
+            return _Sent()
+        return (self._send if is_own_loop else self._send_from_elsewhere)(number, limit, message)
+
+    async def _send(self, number: float, limit: float | None, message: str | None) -> None:
+        if self.task is not None and math.isfinite(number):
+            share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
+            self.status = f"{share} {text_of(message or '')}".strip()
+            self.task.touch()
+        if self.session is not None and self._progress < number < math.inf:
+            self._progress = number
+            await self.session.report_progress(number, limit, message and text_of(message))
+
+    async def _send_from_elsewhere(self, number: float, limit: float | None, message: str | None) -> None:
+        futures = self._hand_over(number, limit, message)
+        if futures:
+            await asyncio.wait(map(asyncio.wrap_future, futures), timeout=1)
+
+    def _hand_over(self, number: float, limit: float | None, message: str | None) -> list[Future[None]]:
+        """Let the server's loop send a report, and return what to wait for, a second at most.
+
+        So reports arrive in order, and before the result; while one is still to be sent, others are dropped. After that
+        second the module goes on: the server's loop may be standing still, in an async module that waits for a
+        synchronous `executor.call()`."""
+        has_ended = self.running is None
+        if has_ended or (self._unsent is not None and not self._unsent.done()):
+            return []
+        self._unsent = asyncio.run_coroutine_threadsafe(self._send(number, limit, message), self.loop)
+        return [self._unsent]
 
     async def report_chunk(self, text: str) -> None:
         """Send a chunk of a stream, as the next number of progress (FR-STREAM-001)."""

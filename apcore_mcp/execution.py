@@ -20,17 +20,18 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Protocol, cast, get_args, get_origin, get_type_hints
 
-from apcore import Config, FunctionModule, Registry
+from apcore import Config, FunctionModule, ModuleError, Registry
 from apcore.builtin_steps import BuiltinExecute, BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
 from apcore.context import Context
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.streaming import StreamingModule
-from pydantic import BaseModel, create_model
+from apcore.utils import propagate_error
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 __all__ = ["THREADS_MAX", "Function", "busy_threads", "daemon_threads", "function_of", "silence", "steps_in_place"]
@@ -83,7 +84,8 @@ class Function:
     set. This goes when `FunctionModule` passes on what its model has read.
 
     `model` reads the arguments, or is None where the module has a schema of its own: then the function is given what
-    was sent. `returns` is the hint of what the function returns."""
+    was sent. `returns` is the hint of what the function returns, and `unnamed` a parameter to which nothing can be
+    given by name, as arguments are: `*others`, or one before a `/`."""
 
     def __init__(self, module: FunctionModule) -> None:
         # Private, as apcore has no public name for it, and its `execute` makes a dict of a model that is returned.
@@ -97,10 +99,13 @@ class Function:
         self._parameters = inspect.signature(self.function).parameters
         self.others = next((p for p in self._parameters.values() if p.kind is p.VAR_KEYWORD), None)
         self.others_hint = Any if self.others is None else hints.get(self.others.name, Any)
+        self.unnamed = next((p for p in self._parameters.values() if p.kind is p.POSITIONAL_ONLY), None)
         self.model: Any = None
         self._filled: list[str] = []  # parameters whose default only the model has: `limit: int = Field(10, le=50)`
         if is_apcores(module.input_schema):
-            self.model = _with_defaults(module.input_schema, hints)
+            variadic = (p for p in self._parameters.values() if p.kind is p.VAR_POSITIONAL)
+            self.unnamed = self.unnamed or next(variadic, None)
+            self.model = _completed(module.input_schema, hints, self._parameters)
             for name, field in self.model.model_fields.items():
                 default = self._parameters[name].default
                 if not field.is_required() and (default is inspect.Parameter.empty or isinstance(default, FieldInfo)):
@@ -113,7 +118,9 @@ class Function:
     def arguments(self, read: BaseModel, sent: dict[str, Any]) -> dict[str, Any]:
         """What the function is called with, by what its model has read of what was sent: that, defaults that it lacks,
         and what it does not take, for Python to refuse."""
-        known = {field.alias or name for name, field in self.model.model_fields.items()}
+        known: set[Any] = set()
+        for name, field in self.model.model_fields.items():
+            known.update(_spellings(field) or [name])
         names = {*read.model_fields_set, *self._filled}
         others = {name: value for name, value in sent.items() if name not in known}
         return {**others, **{name: value for name, value in read if name in names}}
@@ -133,15 +140,30 @@ class Function:
         return returned if isinstance(returned, dict) else {"result": returned}
 
 
-def _with_defaults(model: type[BaseModel], hints: dict[str, Any]) -> type[BaseModel]:
-    """`model`, which apcore has made of `hints`, with the defaults that stand in the hints: for
-    `size: Annotated[int, Field(default=7)]` apcore says that `size` is required."""
+def _spellings(field: FieldInfo) -> list[Any]:
+    """The names by which a field that has aliases is sent: of a path, the first step."""
+    alias = field.validation_alias
+    choices = alias.choices if isinstance(alias, AliasChoices) else [alias] if alias else []
+    return [choice.path[0] if isinstance(choice, AliasPath) else choice for choice in choices]
+
+
+def _completed(model: type[BaseModel], hints: dict[str, Any], parameters: Mapping[str, Any]) -> type[BaseModel]:
+    """`model`, which apcore has made of `hints`, with what else stands in the hints: the default of
+    `size: Annotated[int, Field(default=7)]`, which apcore says is required, and a text, which describes the argument:
+    `height: Annotated[float, "metres"]`."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         hint = hints.get(name)
+        default = ... if field.is_required() else parameters[name].default
+        description = field.description
         for part in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             if field.is_required() and isinstance(part, FieldInfo) and not part.is_required():
-                fields[name] = (hint, part)
+                default = part
+                fields[name] = (hint, default)
+            if isinstance(part, str) and description is None:
+                description = part
+        if description != field.description:
+            fields[name] = (Annotated[hint, Field(description=description)], default)
     return create_model(model.__name__, __base__=model, **fields) if fields else model
 
 
@@ -300,6 +322,11 @@ class _RegistryView(_View):
         return None if module is None else _ModuleView(module, self._marks_of)
 
 
+def _not_of_apcore(error: TimeoutError, context: Context[Any]) -> ModuleError:
+    """What apcore makes of any other exception of a module's: this one it would take for the end of its own limit."""
+    return propagate_error(error, context.call_chain[-1], context)
+
+
 class _RunningModule(_View):
     """A module while it runs: what runs for the call can be ended.
 
@@ -319,10 +346,21 @@ class _RunningModule(_View):
         function, execute = self._function, self.viewed.execute
         run = functools.partial(execute, inputs, context) if function is None else function.bound(inputs, context)
         is_async = inspect.iscoroutinefunction(execute) if function is None else function.is_async
+
+        def run_in_thread() -> Any:
+            try:
+                return run()
+            except TimeoutError as error:  # asyncio would make another one of it, without its traceback
+                raise _not_of_apcore(error, context) from error
+
         try:
             if is_async:
                 return await run()
-            return await asyncio.get_running_loop().run_in_executor(_module_threads, run)
+            returned = await asyncio.get_running_loop().run_in_executor(_module_threads, run_in_thread)
+            # A plain function around an async one, such as a decorator's, returns the other's coroutine.
+            return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            raise _not_of_apcore(error, context) from error
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:

@@ -362,13 +362,14 @@ def nullable(schema: JSONSchema) -> JSONSchema:
 
 
 def media_types_of(schema: JSONSchema) -> dict[str, str]:
-    """The properties that are files, with their media types: strings of base64 that have one."""
+    """The properties that are files, or arrays of files, with their media types: strings of base64 that have one."""
     media_types: dict[str, str] = {}
     for part in in_place(schema):
         for name, field in properties_of(part).items():
             for view in in_place(field):
-                if view.get("contentEncoding") == "base64" and "contentMediaType" in view:
-                    media_types.setdefault(name, view["contentMediaType"])
+                for file in (view, *branches(view, ["items"])):
+                    if file.get("contentEncoding") == "base64" and "contentMediaType" in file:
+                        media_types.setdefault(name, file["contentMediaType"])
     return media_types
 
 

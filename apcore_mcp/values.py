@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_origin
@@ -163,26 +163,66 @@ def not_json(error: Exception) -> ModuleError:
 
 
 def _unknown(value: Any) -> Any:
-    """What is written for an object that nothing describes: its text (FR-EXEC-002).
+    """What is written for an object that nothing describes: its text (FR-EXEC-002), where its class has a `__str__`.
 
-    TypeError, which names the type, where that would say less than the object is: a callable, what can be counted,
-    iterated over or collected (a frame, a generator), and what has no text but its address or `<NA>`."""
-    text = str(value)
+    TypeError, which names the type, for one that has only a `__repr__`, which is for programmers and may quote what a
+    model in it marks; and where the text would say less than the object is: a callable, what can be counted, iterated
+    over or collected (a frame, a generator), and what has no text but `<NA>`."""
+    *classes, _ = type(value).__mro__  # without `object`, whose text is the `__repr__`
+    has_text = any("__str__" in vars(each) for each in classes)
     says_less = callable(value) or any(hasattr(value, name) for name in ("__len__", "__iter__", "collect"))
-    if says_less or re.fullmatch(r"<.*>", text, re.DOTALL):
+    text = str(value) if has_text and not says_less else "<>"
+    if re.fullmatch(r"<.*>", text, re.DOTALL):
         raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
     return text
 
 
 def _unpacked(value: Any) -> Any:
-    """The values of a NumPy array or scalar, moments and durations as Python's; anything else as it is. A frame or a
-    Series is none of them: it has an index beside its values."""
+    """The values of a NumPy array or scalar; anything else as it is. A frame or a Series is none of them: it has an
+    index beside its values."""
     if not hasattr(value, "tolist") or hasattr(value, "index"):
         return value
-    dtype = str(getattr(value, "dtype", ""))
-    if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
-        value = value.astype(dtype.replace("ns", "us"))
-    return value.tolist()
+    plain = value.tolist()
+    if getattr(getattr(value, "dtype", None), "kind", "") not in ("M", "m", "V"):
+        return plain
+    if isinstance(plain, list):
+        return [*map(_unpacked, value)]
+    if isinstance(plain, tuple):  # a record
+        return tuple(_unpacked(value[name]) for name in value.dtype.names)
+    return plain if value.dtype.kind == "V" else _moment(value, plain)
+
+
+_DURATIONS = {  # the forms of ISO 8601, by NumPy's words
+    "years": "P{}Y",
+    "months": "P{}M",
+    "weeks": "P{}W",
+    "days": "P{}D",
+    "hours": "PT{}H",
+    "minutes": "PT{}M",
+}
+# Each counts in thousandths of the one before.
+_SECONDS: Sequence[str] = "seconds milliseconds microseconds nanoseconds picoseconds femtoseconds attoseconds".split()
+
+
+def _moment(value: Any, plain: Any) -> Any:
+    """A date or a duration of NumPy's, of which `tolist()` makes `plain`, in some units and years a number: Python's,
+    where that says the same, or else ISO text. `np.datetime64("2026-05")` is "2026-05", and `np.timedelta64(3, "M")`,
+    whose text is "3 months", is "P3M"."""
+    dtype = value.dtype.name
+    if isinstance(plain, int) and dtype.endswith("[ns]"):
+        rounded = value.astype(dtype.replace("ns", "us"))
+        plain = rounded.tolist() if rounded == value else plain
+    text = re.sub(r"\.0+$", "", str(value))
+    if plain is None or isinstance(plain, timedelta) or (isinstance(plain, date) and plain.isoformat() == text):
+        return plain
+    if value.dtype.kind == "M":
+        return text
+    number, unit = text.split(" ", 1)
+    amount = Decimal(number)
+    if unit not in _DURATIONS:
+        amount = amount.scaleb(-3 * _SECONDS.index(unit)).normalize()
+    sign = "-" if amount < 0 else ""
+    return sign + _DURATIONS.get(unit, "PT{}S").format(f"{abs(amount):f}")
 
 
 def _without_numpy(value: Any) -> Any:
