@@ -1461,37 +1461,37 @@ class Call:
         number = float(progress)
         limit = None if total is None or not math.isfinite(float(total)) else float(total)  # JSON has no infinity
         try:
-            is_own_loop = asyncio.get_running_loop() is self.loop
+            asyncio.get_running_loop()
         except RuntimeError:  # there is none: a plain function in its thread
-            wait(self._hand_over(number, limit, message), timeout=1)
+            unsent = self._hand_over(number, limit, message)
+            wait([] if unsent is None else [unsent], timeout=1)
             return _Sent()
-        return (self._send if is_own_loop else self._send_from_elsewhere)(number, limit, message)
+        return self._report(number, limit, message)
 
-    async def _send(self, number: float, limit: float | None, message: str | None) -> None:
-        if self.task is not None and math.isfinite(number):
-            share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
-            self.status = f"{share} {text_of(message or '')}".strip()
-            self.task.touch()
-        if self.session is not None and self._progress < number < math.inf:
-            self._progress = number
-            await self.session.report_progress(number, limit, message and text_of(message))
+    async def _report(self, number: float, limit: float | None, message: str | None) -> None:
+        if asyncio.get_running_loop() is self.loop:
+            if self.task is not None and math.isfinite(number):
+                share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
+                self.status = f"{share} {text_of(message or '')}".strip()
+                self.task.touch()
+            if self.session is not None and self._progress < number < math.inf:
+                self._progress = number
+                await self.session.report_progress(number, limit, message and text_of(message))
+        else:
+            unsent = self._hand_over(number, limit, message)
+            if unsent is not None:
+                await asyncio.wait({asyncio.wrap_future(unsent)}, timeout=1)
 
-    async def _send_from_elsewhere(self, number: float, limit: float | None, message: str | None) -> None:
-        futures = self._hand_over(number, limit, message)
-        if futures:
-            await asyncio.wait(map(asyncio.wrap_future, futures), timeout=1)
+    def _hand_over(self, number: float, limit: float | None, message: str | None) -> Future[None] | None:
+        """Let the server's loop send a report. Returns what to wait for, so that reports arrive in order, and before
+        the result; while one is still to be sent, others are dropped.
 
-    def _hand_over(self, number: float, limit: float | None, message: str | None) -> list[Future[None]]:
-        """Let the server's loop send a report, and return what to wait for, a second at most.
-
-        So reports arrive in order, and before the result; while one is still to be sent, others are dropped. After that
-        second the module goes on: the server's loop may be standing still, in an async module that waits for a
+        After a second the module goes on: the server's loop may be standing still, in an async module that waits for a
         synchronous `executor.call()`."""
-        has_ended = self.running is None
-        if has_ended or (self._unsent is not None and not self._unsent.done()):
-            return []
-        self._unsent = asyncio.run_coroutine_threadsafe(self._send(number, limit, message), self.loop)
-        return [self._unsent]
+        if self.running is None or (self._unsent is not None and not self._unsent.done()):
+            return None
+        self._unsent = asyncio.run_coroutine_threadsafe(self._report(number, limit, message), self.loop)
+        return self._unsent
 
     async def report_chunk(self, text: str) -> None:
         """Send a chunk of a stream, as the next number of progress (FR-STREAM-001)."""

@@ -154,7 +154,8 @@ def _completed(model: type[BaseModel], hints: dict[str, Any], parameters: Mappin
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         hint = hints.get(name)
-        default = ... if field.is_required() else parameters[name].default
+        given = parameters[name].default
+        default = ... if given is inspect.Parameter.empty else given
         description = field.description
         for part in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             if field.is_required() and isinstance(part, FieldInfo) and not part.is_required():
