@@ -367,9 +367,11 @@ def media_types_of(schema: JSONSchema) -> dict[str, str]:
     for part in in_place(schema):
         for name, field in properties_of(part).items():
             for view in in_place(field):
-                for file in (view, *branches(view, ["items"])):
-                    if file.get("contentEncoding") == "base64" and "contentMediaType" in file:
-                        media_types.setdefault(name, file["contentMediaType"])
+                files = branches(view, ["prefixItems"]) or branches(view, ["items"]) or [view]
+                kinds = {(file.get("contentEncoding"), file.get("contentMediaType")) for file in files}
+                encoding, media_type = kinds.pop()
+                if encoding == "base64" and media_type is not None and not kinds:
+                    media_types.setdefault(name, media_type)
     return media_types
 
 

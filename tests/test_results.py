@@ -169,6 +169,7 @@ async def test_each_of_several_files_is_sent_by_itself() -> None:
     registry = registry_of(modules)
     for name, hint, value in [
         ("a.list", list[Png], pages),
+        ("a.tuple", tuple[Png, Png, Png], tuple(pages)),
         ("a.book", Book, Book(title="Bread", pages=pages)),
         ("no.book", Book, Book(title="Bread", pages=None)),
         ("no.pages", list[Png], []),
@@ -179,9 +180,10 @@ async def test_each_of_several_files_is_sent_by_itself() -> None:
     told = {name: parts.pop(0).model_dump()["text"] for name, parts in sent.items()}
     assert told == {
         "a.book": '{"title":"Bread"}', "a.csv": "{}", "a.face": f'{{"file":["{REDACTED}"]}}', "a.list": "{}",
+        "a.tuple": "{}",
         "no.book": '{"title":"Bread"}', "no.pages": '{"result":[]}',
     }  # fmt: skip
-    for name in ("a.list", "a.book"):
+    for name in ("a.list", "a.tuple", "a.book"):
         assert [base64.b64decode(part.data) for part in sent.pop(name)] == pages
     resources = [(str(part.resource.uri), part.resource.text) for part in sent.pop("a.csv")]
     assert resources == [("media://a.csv/file/0", "a"), ("media://a.csv/file/1", "b")]
@@ -552,17 +554,20 @@ class Moment(Array):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Moment) and self.values == other.exact
 
+    def __float__(self) -> float:
+        return 3.0
+
     def __str__(self) -> str:
         return self.text
 
 
 class Moments(Array):
-    def __init__(self, moments: list[Moment]) -> None:
-        super().__init__([moment.values for moment in moments])
+    def __init__(self, moments: list[Any]) -> None:
+        super().__init__([0 for _ in moments])
         self.dtype: Any = SimpleNamespace(kind="M")
         self.moments = moments
 
-    def __iter__(self) -> Iterator[Moment]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.moments)
 
 
@@ -575,9 +580,18 @@ class Record(Array):
         return MONTHS
 
 
+class Stamp(datetime):
+    """As pandas' Timestamp."""
+
+    nanosecond = 789
+
+    def isoformat(self, *arguments: Any) -> str:
+        return "2026-02-03T00:00:00.000000789"
+
+
 FEBRUARY = date(2026, 2, 3)
 MONTHS = Moment("timedelta64[M]", "3 months", 3)
-MOMENTS: list[tuple[Moment, str | None]] = [
+MOMENTS: list[tuple[Any, str | None]] = [
     (MONTHS, "P3M"),
     (Moment("datetime64[D]", "2026-02-03", FEBRUARY), "2026-02-03"),
     (Moment("datetime64[D]", "NaT", None), None),
@@ -589,6 +603,7 @@ MOMENTS: list[tuple[Moment, str | None]] = [
     (Moment("timedelta64[ns]", "90000000000 nanoseconds", 9, timedelta(seconds=90)), "PT1M30S"),
     (Moment("timedelta64[ns]", "-1500 nanoseconds", -1500), "-PT0.0000015S"),
     (Moment("timedelta64[D]", "1000000000000 days", 10**12), "P1000000000000D"),
+    (Stamp(2026, 2, 3), "2026-02-03T00:00:00.000000789"),
 ]
 """What NumPy has, and what is sent of it."""
 
@@ -791,6 +806,8 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (Cart, Cart([Item(ONE)], None), "result"),  # type: ignore[arg-type]
     (list[Cart], [Cart([Item("dear")], 1)], "result.0"),  # type: ignore[arg-type]
     (int, MONTHS, "result"),
+    (list[float], Moments([MONTHS]), "result"),
+    (timedelta, MONTHS, "result"),
 ]
 """A hint, what does not fit it, and the field that is named."""
 
