@@ -14,8 +14,8 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -43,17 +43,33 @@ _PLACES_BYTES_MAX = 256 * 2**10  # of their arguments, as JSON
 # ---- What a module may say to its client ----
 
 
-async def report_progress(
+class _Sent(Coroutine[Any, Any, None]):
+    """What a report is to who awaits it, or runs it by `asyncio.run()`, once it is sent; nobody has to."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration
+
+    def throw(self, *error: Any) -> Any:
+        raise StopIteration
+
+    def close(self) -> None: ...
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
+
+
+def report_progress(
     context: Any, progress: float, total: float | None = None, message: str | None = None
-) -> None:
-    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`.
+) -> Awaitable[None]:
+    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`. In a plain
+    function, which has no event loop, without `await`: it is sent before this returns.
 
     A `progress` that is not finite, or no higher than the last one, is not sent (MCP, "Progress"), and neither is a
     `total` that is not finite. Does nothing when the module was not called through MCP (`context` may be None) or the
     client asked for no progress. Source: FR-EXT-001."""
     send = _from_context(context, MCP_PROGRESS_KEY)
-    if send is not None:
-        await send(progress, total, message)
+    reported: Awaitable[None] = _Sent() if send is None else send(progress, total, message)
+    return reported
 
 
 async def elicit(
@@ -270,10 +286,19 @@ class Conversation:
 
     # For modules.
 
-    async def report(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+    def report(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
         """Send the client a progress notification, as `report_progress()` says."""
         number = float(progress)
         limit = None if total is None or not math.isfinite(float(total)) else float(total)  # JSON has no infinity
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # there is none: a plain function in its thread
+            unsent = self._hand_over(number, limit, message)
+            wait([] if unsent is None else [unsent], timeout=1)
+            return _Sent()
+        return self._report(number, limit, message)
+
+    async def _report(self, number: float, limit: float | None, message: str | None) -> None:
         if asyncio.get_running_loop() is self._loop:
             if self.task is not None and math.isfinite(number):
                 share = f"{number:.15g}" if limit is None else f"{number:.15g}/{limit:.15g}"
@@ -283,12 +308,21 @@ class Conversation:
             if session is not None and self._progress < number < math.inf:
                 self._progress = number
                 await session.report_progress(number, limit, message and text_of(message))
-        elif self._unsent is None or self._unsent.done():
-            self._unsent = asyncio.run_coroutine_threadsafe(self.report(number, limit, message), self._loop)
-            # So that reports arrive in order, and before the result; while one is still to be sent, others are dropped.
-            # After a second the module goes on: the server's loop may be standing still, in an async module that waits
-            # for a synchronous `executor.call()`.
-            await asyncio.wait({asyncio.wrap_future(self._unsent)}, timeout=1)
+        else:
+            unsent = self._hand_over(number, limit, message)
+            if unsent is not None:
+                await asyncio.wait({asyncio.wrap_future(unsent)}, timeout=1)
+
+    def _hand_over(self, number: float, limit: float | None, message: str | None) -> Future[None] | None:
+        """Let the server's loop send a report. Returns what to wait for, so that reports arrive in order, and before
+        the result; while one is still to be sent, others are dropped.
+
+        After a second the module goes on: the server's loop may be standing still, in an async module that waits for a
+        synchronous `executor.call()`."""
+        if self.running is None or (self._unsent is not None and not self._unsent.done()):
+            return None
+        self._unsent = asyncio.run_coroutine_threadsafe(self._report(number, limit, message), self._loop)
+        return self._unsent
 
     async def report_chunk(self, text: str) -> None:
         """Send a chunk of a stream, as the next number of progress (FR-STREAM-001)."""

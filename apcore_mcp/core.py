@@ -248,8 +248,8 @@ class _AnnotationMapper:
 class Tool:
     """One listed module: everything about it that does not change from call to call.
 
-    `name` is its alias, unless another tool of the catalog has that name. ValueError, TypeError or
-    KeyError when the module cannot be a tool."""
+    `name` is its alias, unless another tool of the catalog has that name. ValueError, TypeError or KeyError when the
+    module cannot be a tool."""
 
     def __init__(self, descriptor: ModuleDescriptor, module: Any, options: Options) -> None:
         self.descriptor = descriptor
@@ -260,6 +260,8 @@ class Tool:
         function = self.arguments.function
         if function is not None and function.others is not None and function.others_hint is not Any:
             raise TypeError(f"nothing checks what `**{function.others.name}` is given: give it the hint Any, or none")
+        if function is not None and function.unnamed is not None:
+            raise TypeError(f"nothing can be given to `{function.unnamed.name}` by its name, as arguments are")
         self.about = _AnnotationMapper(descriptor, module, function)
         self.name = self.about.alias
         advertised = self.arguments.schema
@@ -338,11 +340,18 @@ def tool_result(text: str, *files: JSONObject, is_error: bool = False, **more: A
 def _take_files(tool: Tool, value: JSONObject) -> list[JSONObject]:
     """Remove the files from `value` and return them as MCP content. ValueError for one that is not base64."""
     files: list[JSONObject] = []
+    found: list[tuple[str, str, str]] = []
     for name, media_type in tool.media.items():
-        if value.get(name) == REDACTED_VALUE:
+        given = value.get(name)
+        items = given if isinstance(given, list) else [given]
+        if not items or REDACTED_VALUE in items:
             continue
+        value.pop(name, None)
+        for number, item in enumerate(items):
+            found.append((f"{name}/{number}" if items is given else name, media_type, item or ""))
+    for name, media_type, text in found:
         # Pydantic writes the alphabet of URLs, MCP reads the standard one.
-        encoded = (value.pop(name, None) or "").replace("-", "+").replace("_", "/")
+        encoded = text.replace("-", "+").replace("_", "/")
         data = base64.b64decode(encoded, validate=True)
         family = media_type.split("/")[0]
         if data and family in ("image", "audio"):
@@ -572,9 +581,10 @@ class _ErrorMapper:
             report["user_fixable"] = False
         if error.code == "MODULE_TIMEOUT" and "timeout_ms" in facts:
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
-        if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
+        if error.code == "OUTPUT_SERIALIZATION_ERROR":
             found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
-            text += f": {found[0]}" if found else ""
+            text += f": {found[0]}" if found and not is_withheld and not self.tool.marks else ""
+            text += " (the tool has run)"
         if is_own and not is_withheld and error.code not in errors.ErrorCodeRegistry().all_codes:
             # The code and so the advice are the module's own; apcore's advice may name modules and callers.
             if error.suggestion:

@@ -24,11 +24,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
 
-from apcore import Config, Registry
+from apcore import Config, ModuleError, Registry
 from apcore.builtin_steps import BuiltinExecute, BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
 from apcore.context import Context
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.streaming import StreamingModule
+from apcore.utils import propagate_error
 from pydantic import BaseModel
 
 from .call import RunningCall, call_of
@@ -180,6 +181,11 @@ class _RegistryView(_View):
         return None if module is None else _ModuleView(module)
 
 
+def _not_of_apcore(error: TimeoutError, context: Context[Any]) -> ModuleError:
+    """What apcore makes of any other exception of a module's: this one it would take for the end of its own limit."""
+    return propagate_error(error, context.call_chain[-1], context)
+
+
 class _RunningModule(_View):
     """A module while it runs: what runs for the call can be ended.
 
@@ -199,10 +205,21 @@ class _RunningModule(_View):
         function, execute = self._function, self.viewed.execute
         run = functools.partial(execute, inputs, context) if function is None else function.bound(inputs, context)
         is_async = inspect.iscoroutinefunction(execute) if function is None else function.is_async
+
+        def run_in_thread() -> Any:
+            try:
+                return run()
+            except TimeoutError as error:  # asyncio would make another one of it, without its traceback
+                raise _not_of_apcore(error, context) from error
+
         try:
             if is_async:
                 return await run()
-            return await asyncio.get_running_loop().run_in_executor(_module_threads, run)
+            returned = await asyncio.get_running_loop().run_in_executor(_module_threads, run_in_thread)
+            # A plain function around an async one, such as a decorator's, returns the other's coroutine.
+            return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            raise _not_of_apcore(error, context) from error
         except (SystemExit, KeyboardInterrupt) as error:  # asyncio would let it out of this task, and end the loop
             raise RuntimeError(f"the module raised {type(error).__name__}: {error}") from error
         finally:

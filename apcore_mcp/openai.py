@@ -100,14 +100,17 @@ def _is_for_description(keyword: str, value: Any) -> bool:
 def _to_strict(schema: JSONSchema) -> JSONSchema:
     """Rewrite a self-contained schema for OpenAI's strict mode (FR-OPENAI-003; OpenAI guide "Structured Outputs").
 
-    `{"type": "string", "enum": ["png"], "default": "png"}` of an optional property becomes
+    `{"type": "string", "enum": ["png"]}` of an optional property becomes
     `{"type": ["string", "null"], "enum": ["png", None]}`; every object requires all its properties and forbids others.
-    `{"maxLength": 40, "description": "Where to look."}` becomes `{"description": "Where to look. (maxLength: 40)"}`."""
+    `{"maxLength": 40, "default": "a", "description": "Where to look."}` becomes
+    `{"description": "Where to look. (maxLength: 40, default: \"a\")"}`."""
     keywords: JSONSchema = {}
     limits: list[str] = []
     for keyword, value in schema.items():
         if _is_for_description(keyword, value):
             limits.append(f"{keyword}: {value if isinstance(value, str) else to_json(value).decode()}")
+        elif keyword == "default" and "const" not in schema and value is not None and not is_valid(None, schema):
+            limits.append(f"default: {to_json(value).decode()}")  # which it has where the model sends null
         elif keyword == "oneOf":
             keywords["anyOf"] = value
         elif keyword in CONSTRAINTS or keyword == "description":

@@ -379,13 +379,16 @@ def nullable(schema: JSONSchema) -> JSONSchema:
 
 
 def media_types_of(schema: JSONSchema) -> dict[str, str]:
-    """The properties that are files, with their media types: strings of base64 that have one."""
+    """The properties that are files, or arrays of files, with their media types: strings of base64 that have one."""
     media_types: dict[str, str] = {}
     for part in in_place(schema):
         for name, field in properties_of(part).items():
             for view in in_place(field):
-                if view.get("contentEncoding") == "base64" and "contentMediaType" in view:
-                    media_types.setdefault(name, view["contentMediaType"])
+                files = branches(view, ["prefixItems"]) or branches(view, ["items"]) or [view]
+                kinds = {(file.get("contentEncoding"), file.get("contentMediaType")) for file in files}
+                encoding, media_type = kinds.pop()
+                if encoding == "base64" and media_type is not None and not kinds:
+                    media_types.setdefault(name, media_type)
     return media_types
 
 

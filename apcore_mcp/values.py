@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from datetime import date
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from typing import Any, TypeGuard, get_origin
@@ -89,31 +89,84 @@ def not_json(error: Exception) -> ModuleError:
 
 
 def _unknown(value: Any) -> Any:
-    """What is written for an object that nothing describes: its text (FR-EXEC-002).
+    """What is written for an object that nothing describes: its text (FR-EXEC-002), where its class has a `__str__`.
 
-    TypeError, which names the type, where that would say less than the object is: a callable, what can be counted,
-    iterated over or collected (a frame, a generator), and what has no text but its address or `<NA>`."""
-    text = str(value)
+    TypeError, which names the type, for one that has only a `__repr__`, which is for programmers and may quote what a
+    model in it marks; and where the text would say less than the object is: a callable, what can be counted, iterated
+    over or collected (a frame, a generator), and what has no text but `<NA>`."""
+    *classes, _ = type(value).__mro__  # without `object`, whose text is the `__repr__`
+    has_text = any("__str__" in vars(each) for each in classes)
     says_less = callable(value) or any(hasattr(value, name) for name in ("__len__", "__iter__", "collect"))
-    if says_less or re.fullmatch(r"<.*>", text, re.DOTALL):
+    text = str(value) if has_text and not says_less else "<>"
+    if re.fullmatch(r"<.*>", text, re.DOTALL):
         raise TypeError(f"nothing says what a {type(value).__module__}.{type(value).__qualname__} is in JSON")
     return text
 
 
-def _unpacked(value: Any) -> Any:
-    """The values of a NumPy array or scalar, moments and durations as Python's; anything else as it is. A frame or a
-    Series is none of them: it has an index beside its values."""
+_DURATIONS = {  # the forms of ISO 8601, by NumPy's words
+    "years": "P{}Y",
+    "months": "P{}M",
+    "weeks": "P{}W",
+    "days": "P{}D",
+    "hours": "PT{}H",
+    "minutes": "PT{}M",
+}
+# Each counts in thousandths of the one before.
+_SECONDS: Sequence[str] = "seconds milliseconds microseconds nanoseconds picoseconds femtoseconds attoseconds".split()
+
+
+class _NumpyMoment:
+    """A date or a duration that Python has no type for: years and months, far years, nanoseconds. No hint fits it, and
+    its text is that of ISO 8601: `np.timedelta64(3, "M")`, to NumPy "3 months", is "P3M"."""
+
+    def __init__(self, value: Any) -> None:
+        self._text = re.sub(r"\.0+$", "", str(value))
+        if value.dtype.kind == "m":
+            number, unit = self._text.split(" ", 1)
+            amount = Decimal(number)
+            if unit not in _DURATIONS:
+                amount = amount.scaleb(-3 * _SECONDS.index(unit)).normalize()
+            sign = "-" if amount < 0 else ""
+            self._text = sign + _DURATIONS.get(unit, "PT{}S").format(f"{abs(amount):f}")
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _moment(value: Any) -> Any:
+    """A NumPy scalar as Python's date, time or duration, where there is one that says the same."""
+    plain = value.tolist()
+    dtype = value.dtype.name
+    if isinstance(plain, int) and dtype.endswith("[ns]"):
+        rounded = value.astype(dtype.replace("ns", "us"))
+        plain = rounded.tolist() if rounded == value else plain
+    is_pythons = plain is None or isinstance(plain, date | timedelta)
+    return plain if is_pythons and not dtype.endswith(("[Y]", "[M]")) else _NumpyMoment(value)
+
+
+def _iso_moment(value: Any) -> Any:
+    """The same, a date or a time in NumPy's text: that of `np.datetime64("2026-05-01T09:30")` has no seconds."""
+    plain = _moment(value)
+    return str(_NumpyMoment(value)) if plain is not None and value.dtype.kind == "M" else plain
+
+
+def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
+    """The values of a NumPy array or scalar, dates and durations by `moment`, as `tolist()` makes numbers of some;
+    anything else as it is. A frame or a Series is none of them: it has an index beside its values."""
     if not hasattr(value, "tolist") or hasattr(value, "index"):
         return value
-    dtype = str(getattr(value, "dtype", ""))
-    if dtype in ("datetime64[ns]", "timedelta64[ns]"):  # for which `tolist()` has numbers
-        value = value.astype(dtype.replace("ns", "us"))
-    return value.tolist()
+    plain = value.tolist()
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind in ("M", "m", "V") and isinstance(plain, list):
+        return [_unpacked(item, moment) for item in value]
+    if kind == "V" and isinstance(plain, tuple):  # a record
+        return tuple(_unpacked(value[name], moment) for name in value.dtype.names)
+    return moment(value) if kind in ("M", "m") else plain
 
 
 def _without_numpy(value: Any) -> Any:
-    """Copy containers, at every depth, with the values of NumPy's arrays and scalars."""
-    value = _unpacked(value)
+    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, in Python's types."""
+    value = _unpacked(value, _moment)
     if isinstance(value, dict):
         return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
     return type(value)(map(_without_numpy, value)) if type(value) in (list, tuple, set) else value
@@ -155,6 +208,10 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         _check_values(value, place.removeprefix("the root"))
         value, form = _dumped(value.model_dump, value.model_dump_json)
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
+    if isinstance(value, datetime | timedelta) and not is_nat:
+        pandas: Any = value  # whose nanoseconds pydantic would cut
+        if getattr(pandas, "nanosecond", 0) or getattr(pandas, "nanoseconds", 0):
+            return pandas.isoformat()
     if form is not _NO_FORM and not is_nat and _is_written(value, form):
         return form
     if isinstance(value, Decimal) and value.is_finite():

@@ -90,6 +90,29 @@ async def test_a_default_in_a_hint_is_one() -> None:
     }  # fmt: skip
 
 
+def climb(
+    height: Annotated[float, "metres"],
+    size: Annotated[int, "how many", Field(default=7)],
+    town: Annotated[str, Field(max_length=9), "its town", "no more"] = "Bern",
+    count: Annotated[int, "how often"] = Field(3, ge=1),
+    day: Annotated[str, "not told", Field(description="The day")] = "",
+) -> str:
+    return f"{height} {size} {town} {count} {day}"
+
+
+async def test_a_text_in_a_hint_describes_its_argument() -> None:
+    registry = Registry()
+    registry.register("a.climb", FunctionModule(climb, "a.climb"))
+    async with connect(registry) as client:
+        (tool,) = (await client.list_tools()).tools
+        assert (await client.call_tool("a.climb", {"height": 1})).structured_content == {"result": "1.0 7 Bern 3 "}
+    properties = tool.input_schema["properties"]
+    told = {"height": "metres", "town": "its town", "size": "how many", "count": "how often", "day": "The day"}
+    assert {name: field["description"] for name, field in properties.items()} == told
+    assert properties["town"] == {"type": "string", "description": "its town", "default": "Bern", "maxLength": 9}
+    assert properties["count"] == {"type": "integer", "description": "how often", "default": 3, "minimum": 1}
+
+
 async def test_a_property_of_a_model_is_no_argument() -> None:
     """A client's surplus key is looked up on nothing of a module's."""
     ran: list[str] = []

@@ -11,6 +11,7 @@ import queue
 import re
 import threading
 import tracemalloc
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -135,6 +136,29 @@ def test_progress_only_rises() -> None:
         {"progress": 3, "total": 3},
         *without_total,
     ]
+
+
+async def test_a_plain_function_reports_without_await() -> None:
+    """Before it goes on, and as well where it runs the report in a loop of its own. Nobody is warned of what is not
+    awaited."""
+
+    def stack(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for number in (1, 2, 3):
+            reported: Any = report_progress(context, number, 3, f"step {number}")
+            if inputs["runs"]:
+                asyncio.run(reported)
+        with pytest.raises(ValueError, match="could not convert"):
+            report_progress(context, "four")  # type: ignore[arg-type]
+        return {"done": True}
+
+    async with connect({"stack": stack}) as client:
+        for runs in (False, True):
+            note, told = noting()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "coroutine", RuntimeWarning)
+                result = await client.call_tool("stack", {"runs": runs}, progress_callback=note)
+            assert (result.structured_content, told) == ({"done": True}, STEPS)
+    report_progress(None, 1)
 
 
 async def test_a_module_that_blocks_the_loop_may_report() -> None:

@@ -46,6 +46,7 @@ from support import (
     Wire,
     accept,
     asking,
+    everything_logged,
     is_set_in_time,
     noting,
     parsed,
@@ -363,6 +364,33 @@ async def test_a_silent_stream_ends_with_its_time() -> None:
             result = await client.call_tool("stream", {"then": then}, progress_callback=noting()[0])
             assert re.fullmatch(text, text_of(result))
             assert await asyncio.to_thread(closed.get, timeout=10) == then
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("function", ["sync", "later", "wrapped"])
+async def test_a_modules_own_timeout_is_an_error_like_any_other(
+    nested: bool, function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only apcore's limit is one. The log has its text, and the traceback as far as the module."""
+
+    def sync(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        raise TimeoutError("bus 12 did not answer")
+
+    async def later(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return sync(inputs, context)
+
+    def wrapped(inputs: dict[str, Any], context: Any) -> Any:
+        return later(inputs, context)
+
+    async def above(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async(function, {}, context)
+
+    modules = {"sync": sync, "later": later, "wrapped": wrapped, "above": above}
+    async with connect(modules, mask_errors=False) as client:
+        result = await client.call_tool("above" if nested else function)
+    assert text_of(result) == "Internal error occurred: TimeoutError: bus 12 did not answer"
+    assert "in sync" in everything_logged(caplog)
+    assert "--timeout" not in caplog.text
 
 
 # ---- Models and hooks ----

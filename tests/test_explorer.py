@@ -132,6 +132,7 @@ async def test_only_what_clients_are_told_of_can_be_seen_or_run_and_is_spelled_a
 # ---- What it runs ----
 
 CRASHED = {"status": "failure", "error_type": "MODULE_EXECUTE_ERROR", "error_message": "Internal error occurred"}
+NAN = "Failed to serialize module output: nan at n (the tool has run)"
 WRONG = "Input validation failed:\n- width: 'wide' is not of type 'integer' (type)"
 NO_OBJECT = {"error": "Request body must be a JSON object: the tool's arguments"}
 DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
@@ -147,7 +148,7 @@ DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
         pytest.param("foo", b"{}", 404, {"error": "Tool 'foo' not found"}, id="unknown"),
         pytest.param("t.fail", b"{}", 500, {"error": "Internal error occurred", **CRASHED}, id="failure"),
         pytest.param("t.date", b"{}", 200, {"result": {"day": "2026-02-03", "none": None, "big": 10**30}}, id="plain"),
-        pytest.param("t.nan", b"{}", 500, {"error": "Failed to serialize module output: nan at n"}, id="no-JSON"),
+        pytest.param("t.nan", b"{}", 500, {"error": NAN}, id="no-JSON"),
         pytest.param("t.text", b"{}", 500, {"user_fixable": False}, id="output-of-another-shape"),
         pytest.param("t.none", b"{}", 200, {"result": {}}, id="nothing"),
         pytest.param("image.resize", b'{"width": "wide"}', 400, {"error": WRONG, "user_fixable": True}, id="wrong"),

@@ -9,10 +9,11 @@ import enum
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -132,7 +133,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
     "no_media_type": ({"properties": {"file": {"type": "string", "contentEncoding": "base64"}}}, {"file": "AAAA"},
                       '{"file":"AAAA"}', 0),
     "no_base64_at_all": ({"properties": {"file": {"contentMediaType": "text/html"}}}, {"file": "a"}, '{"file":"a"}', 0),
-    "not_base64": (OPTIONAL, {"n": 1, "file": "data:image/png;base64,AAAA"}, "Failed to serialize module output", 0),
+    "not_base64": (OPTIONAL, {"n": 1, "file": "data:image/png;base64,AAAA"},
+                   "Failed to serialize module output (the tool has run)", 0),
 }  # fmt: skip
 """An output schema, an output, the text, and how many files come of it."""
 
@@ -147,6 +149,45 @@ async def test_files_that_are_there_are_sent() -> None:
             result = await client.call_tool(f"t.{name}", {})
             assert [part.type for part in result.content] == ["text", *["image"] * images], name
             assert (result.content[0].text, result.is_error) == (text, name == "not_base64")
+
+
+PNG = base64_of("image/png")
+Png = Annotated[bytes, Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})]
+
+
+class Book(BaseModel):
+    title: str
+    pages: list[Png] | None
+
+
+async def test_each_of_several_files_is_sent_by_itself() -> None:
+    """In order; none of them stands in the text, and where there are none that does."""
+    pages = [bytes([number]) * 4 for number in (1, 2, 3)]
+    csv = {"file": {"type": "array", "items": base64_of("text/csv")}}
+    marked = {"file": {"type": "array", "items": {**PNG, "x-sensitive": True}}}
+    modules = {"a.csv": drawing({"file": ["YQ==", "Yg=="]}, csv), "a.face": drawing({"file": ["YQ=="]}, marked)}
+    registry = registry_of(modules)
+    for name, hint, value in [
+        ("a.list", list[Png], pages),
+        ("a.tuple", tuple[Png, Png, Png], tuple(pages)),
+        ("a.book", Book, Book(title="Bread", pages=pages)),
+        ("no.book", Book, Book(title="Bread", pages=None)),
+        ("no.pages", list[Png], []),
+    ]:
+        registry.register(name, FunctionModule(returning(hint, value), name))
+    async with connect(registry) as client:
+        sent = {name: (await client.call_tool(name, {})).content for name in registry.list()}
+    told = {name: parts.pop(0).model_dump()["text"] for name, parts in sent.items()}
+    assert told == {
+        "a.book": '{"title":"Bread"}', "a.csv": "{}", "a.face": f'{{"file":["{REDACTED}"]}}', "a.list": "{}",
+        "a.tuple": "{}",
+        "no.book": '{"title":"Bread"}', "no.pages": '{"result":[]}',
+    }  # fmt: skip
+    for name in ("a.list", "a.tuple", "a.book"):
+        assert [base64.b64decode(part.data) for part in sent.pop(name)] == pages
+    resources = [(str(part.resource.uri), part.resource.text) for part in sent.pop("a.csv")]
+    assert resources == [("media://a.csv/file/0", "a"), ("media://a.csv/file/1", "b")]
+    assert not any(sent.values())
 
 
 @pytest.mark.parametrize("redact_output", [True, False])
@@ -309,7 +350,7 @@ async def test_what_json_cannot_say_is_an_error(name: str, caplog: pytest.LogCap
     modules = {"a.typed": gives(output), "a.plain": gives(output, output_schema={}), "says.fine": echo}
     async with connect(modules) as client:
         for tool in ("a.typed", "a.plain"):
-            failure(await client.call_tool(tool, {}), f"Failed to serialize module output{place}")
+            failure(await client.call_tool(tool, {}), f"Failed to serialize module output{place} (the tool has run)")
             assert place.removeprefix(": ") in errors_logged(caplog)[-1].getMessage()
         assert (await client.call_tool("says.fine", {"a": 1})).structured_content == {"a": 1}
 
@@ -453,8 +494,11 @@ class Lazy:
         return Frame()
 
 
-class Nameless:
-    pass
+class Shown:
+    """As scikit-learn's and attrs' have it: a text for programmers, which may quote what a model in it marks."""
+
+    def __repr__(self) -> str:
+        return "Shown(pin=1234)"
 
 
 class Missing:
@@ -470,7 +514,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Lazy": Lazy,
     "method": lambda: Frame().describe,
     "function": lambda: echo,
-    "Nameless": Nameless,
+    "Shown": Shown,
+    "SimpleNamespace": lambda: SimpleNamespace(a=1),
     "Missing": Missing,
     "ModelMetaclass": lambda: Holder,
 }
@@ -494,39 +539,86 @@ async def test_an_object_is_an_error_that_names_it(hint: Any, kind: str, caplog:
             assert kind not in told
 
 
-class Moments:
-    """As NumPy's array of datetime64 or timedelta64 in nanoseconds, of which `tolist` makes integers."""
+class Moment(Array):
+    """As a datetime64 or timedelta64 of NumPy's: its text, and what `tolist` makes of it, also in microseconds."""
 
-    def __init__(self, kind: str, texts: list[str], values: list[Any]) -> None:
-        self.texts = texts
-        self.values = values
-        self.kind = kind
-        self.name = {"M": "datetime64[ns]", "m": "timedelta64[ns]"}[kind]
+    def __init__(self, dtype: str, text: str, values: Any, exact: Any = None) -> None:
+        super().__init__(values)
+        self.dtype: Any = SimpleNamespace(kind={"d": "M", "t": "m"}[dtype[0]], name=dtype)
+        self.text = text
+        self.exact = exact
 
-    @property
-    def dtype(self) -> Any:
-        return self
+    def astype(self, dtype: str) -> Moment:
+        return Moment(dtype, self.text, self.exact or 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moment) and self.values == other.exact
+
+    def __float__(self) -> float:
+        return 3.0
 
     def __str__(self) -> str:
-        return self.name
+        return self.text
 
-    def astype(self, other: Any) -> Array:
-        return Array(self.texts if other is str else self.values)
 
-    def tolist(self) -> list[int]:
-        return [0 for _ in self.values]
+class Moments(Array):
+    def __init__(self, moments: list[Any]) -> None:
+        super().__init__([0 for _ in moments])
+        self.dtype: Any = SimpleNamespace(kind="M")
+        self.moments = moments
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.moments)
+
+
+class Record(Array):
+    def __init__(self) -> None:
+        super().__init__((3,))
+        self.dtype: Any = SimpleNamespace(kind="V", names=["for"])
+
+    def __getitem__(self, name: str) -> Moment:
+        return MONTHS
+
+
+class Stamp(datetime):
+    """As pandas' Timestamp."""
+
+    nanosecond = 789
+
+    def isoformat(self, *arguments: Any) -> str:
+        return "2026-02-03T00:00:00.000000789"
+
+
+FEBRUARY = date(2026, 2, 3)
+MONTHS = Moment("timedelta64[M]", "3 months", 3)
+MOMENTS: list[tuple[Any, str | None]] = [
+    (MONTHS, "P3M"),
+    (Moment("datetime64[D]", "2026-02-03", FEBRUARY), "2026-02-03"),
+    (Moment("datetime64[D]", "NaT", None), None),
+    (Moment("datetime64[D]", "-4000-01-01", -2180498), "-4000-01-01"),
+    (Moment("datetime64[M]", "2026-02", date(2026, 2, 1)), "2026-02"),
+    (Moment("datetime64[ns]", "2026-02-03T00:00:00.000000000", 1, datetime(2026, 2, 3)), "2026-02-03T00:00:00"),
+    (Moment("datetime64[ns]", "2026-02-03T00:00:00.123456789", 1), "2026-02-03T00:00:00.123456789"),
+    (Moment("timedelta64[m]", "90 minutes", timedelta(minutes=90)), "PT1H30M"),
+    (Moment("timedelta64[ns]", "90000000000 nanoseconds", 9, timedelta(seconds=90)), "PT1M30S"),
+    (Moment("timedelta64[ns]", "-1500 nanoseconds", -1500), "-PT0.0000015S"),
+    (Moment("timedelta64[D]", "1000000000000 days", 10**12), "P1000000000000D"),
+    (Stamp(2026, 2, 3), "2026-02-03T00:00:00.000000789"),
+]
+"""What NumPy has, and what is sent of it."""
 
 
 @pytest.mark.parametrize("hint", [list, Any], ids=str)
-async def test_an_array_of_moments_is_never_of_integers(hint: Any) -> None:
-    days = Moments("M", ["2026-02-03T00:00:00", "NaT"], [datetime(2026, 2, 3), None])
-    spans = Moments("m", ["1000 nanoseconds"], [timedelta(seconds=90)])
+async def test_a_moment_of_numpys_is_its_iso_text(hint: Any) -> None:
+    """Never a number, and nothing of it is cut."""
+    given = [moment for moment, _ in MOMENTS]
     registry = Registry()
-    for name, array in {"days": days, "spans": spans}.items():
-        registry.register(f"a.{name}", FunctionModule(returning(hint, array), f"a.{name}"))
+    values = {"an.array": Moments(given), "a.list": given, "a.record": [Record()]}
+    for name, value in values.items():
+        registry.register(name, FunctionModule(returning(hint, value), name))
     async with connect(registry) as client:
-        made = [(await client.call_tool(f"a.{name}", {})).structured_content for name in ("days", "spans")]
-    assert made == [{"result": ["2026-02-03T00:00:00", None]}, {"result": ["PT1M30S"]}]
+        sent = [(await client.call_tool(name, {})).structured_content for name in values]
+    assert sent == [{"result": [text for _, text in MOMENTS]}] * 2 + [{"result": [["P3M"]]}]
 
 
 # ---- By what declares it ----
@@ -685,7 +777,8 @@ async def test_what_json_cannot_say_is_found_in_models(hint: Any, value: Any, pl
     registry = Registry()
     registry.register("a.one", FunctionModule(returning(hint, value), "a.one"))
     async with connect(registry) as client:
-        failure(await client.call_tool("a.one", {}), f"Failed to serialize module output{place.replace('result.', '')}")
+        told = f"Failed to serialize module output{place.replace('result.', '')} (the tool has run)"
+        failure(await client.call_tool("a.one", {}), told)
 
 
 async def test_a_generator_is_not_used_up() -> None:
@@ -698,7 +791,7 @@ async def test_a_generator_is_not_used_up() -> None:
     registry.register("a.whole", FunctionModule(returning(Any, numbers), "a.whole"))
     async with connect(registry) as client:
         for name in ("a.part", "a.whole"):
-            failure(await client.call_tool(name, {}), "Failed to serialize module output")
+            failure(await client.call_tool(name, {}), "Failed to serialize module output (the tool has run)")
     assert [*numbers] == [0, 1, 2]
 
 
@@ -712,6 +805,9 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (Cart, Cart([Item(ONE)], "one"), "result"),  # type: ignore[arg-type]
     (Cart, Cart([Item(ONE)], None), "result"),  # type: ignore[arg-type]
     (list[Cart], [Cart([Item("dear")], 1)], "result.0"),  # type: ignore[arg-type]
+    (int, MONTHS, "result"),
+    (list[float], Moments([MONTHS]), "result"),
+    (timedelta, MONTHS, "result"),
 ]
 """A hint, what does not fit it, and the field that is named."""
 

@@ -112,7 +112,7 @@ async def test_an_error_in_mid_stream_is_any_error() -> None:
     failing: dict[str, tuple[Any, str]] = {
         "unexpected": (RuntimeError("/etc/passwd"), "Internal error occurred"),
         "acl": (ACLDeniedError("alice", "s"), "Access denied"),
-        "json": ({"n": math.nan}, "Failed to serialize module output: nan at n"),
+        "json": ({"n": math.nan}, "Failed to serialize module output: nan at n (the tool has run)"),
     }
     streams = {f"s.{name}": StreamingModule([{"n": 1}, last, {"n": 3}]) for name, (last, _) in failing.items()}
     async with connect(streams) as client:

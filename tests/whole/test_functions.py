@@ -30,6 +30,8 @@ from conftest import HANDSHAKE, MODERN, connect
 from jsonschema import Draft202012Validator
 from pydantic import (
     AfterValidator,
+    AliasChoices,
+    AliasPath,
     BaseModel,
     ConfigDict,
     Field,
@@ -291,8 +293,12 @@ def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: 
     return repr((schema, json, copy, model_fields_set))
 
 
-def more_places(day: date, *days: date) -> str:
-    return repr((day, days))
+def choices(
+    day: Annotated[date, Field(validation_alias=AliasChoices("when", AliasPath("opts", "day")))],
+    to: Annotated[str, Field(validation_alias="until")] = "there",
+    **others: Any,
+) -> str:
+    return repr((day, to, others))
 
 
 def traced(function: Any) -> Any:
@@ -301,6 +307,11 @@ def traced(function: Any) -> Any:
         return function(*arguments, **named)
 
     return trace
+
+
+@traced
+async def awaited(day: date) -> str:
+    return repr(day)
 
 
 @traced
@@ -332,7 +343,9 @@ FORMS: list[tuple[Any, dict[str, Any], Any]] = [
     (alias, {"from": "here"}, ("here", DAY)),
     (alias, {"from": "here", "to": ISO}, ("here", DAY)),
     (pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)),
-    (more_places, {"day": ISO}, (DAY, ())),
+    (choices, {"when": ISO, "until": "here"}, (DAY, "here", {})),
+    (choices, {"opts": {"day": ISO}, "more": 1}, (DAY, "there", {"more": 1})),
+    (awaited, {"day": ISO}, DAY),
     (wrapped, {"day": ISO}, DAY),
     (validated, {"day": ISO, "item": {"name": "a"}}, (DAY, Item(name="a"))),
     (validated_later, {"day": ISO}, DAY),
@@ -696,13 +709,22 @@ async def test_keys_of_a_dict_are_texts_in_json(hint: Any) -> None:
     assert await answer(registry_of_functions(returning(hint, {1: "a"})), "give") == {"1": "a"}
 
 
-async def test_what_kwargs_are_hinted_as_is_checked_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_parameter_that_arguments_do_not_fit_costs_its_function(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing would check one, and nothing could be given to the others."""
+
     def flags(**flags: bool) -> str:
         return repr(flags)
 
-    async with connect(registry_of_functions(flags)) as client:
-        assert (await client.list_tools()).tools == []
-    assert "nothing checks what `**flags` is given" in caplog.text
+    def weigh(first: float, *others: float) -> float:
+        return first + sum(others)
+
+    def share(cake: float, /, guests: int = 2) -> float:
+        return cake / guests
+
+    async with connect(registry_of_functions(flags, weigh, share, wrapped)) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["f.wrapped"]
+    for words in ("what `**flags` is given", "to `others` by its name", "to `cake` by its name"):
+        assert words in caplog.text
 
 
 async def test_a_module_that_passes_what_a_function_does_not_take_is_told_so() -> None:
