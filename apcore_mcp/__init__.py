@@ -14,7 +14,7 @@ Without Python: `python -m apcore_mcp --extensions-dir ./extensions`.
 __version__ = "1.0.0"
 
 from .approval import ElicitationApprovalHandler
-from .conversation import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, elicit, report_progress
+from .context import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, elicit, report_progress
 from .core import MCPServer, async_serve, serve
 from .discovery import discover
 from .openai import from_openai_call, from_openai_name, run_openai_call, to_openai_tools

@@ -73,22 +73,6 @@ def _variables(flags: list[argparse.Action]) -> list[str]:
     return arguments
 
 
-def _print_tools(options: Options, folder: Folder, form: str, arguments: list[str]) -> int:
-    """Print the tools in a form of `--export`, or what `--check` finds. Returns the exit status."""
-    from .export import check, export
-
-    # From here on stderr gets what modules print, from Python and from C. UTF-8, whatever a terminal's encoding is.
-    with open(os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as stdout:
-        os.dup2(2, 1)
-        folder.discover()
-        if form == "check":
-            text, status = check(options, folder.left_out, folder.warned)
-        else:
-            text, status = export(options, form, arguments, os.environ), 0
-        print(text, file=stdout)
-    return status
-
-
 def _run(values: dict[str, Any], repeated: list[str]) -> int:
     """Do what the flags say, whose `values` have their names. `repeated` are the arguments that an export repeats."""
     directory = values.pop("extensions_dir")
@@ -108,7 +92,9 @@ def _run(values: dict[str, Any], repeated: list[str]) -> int:
         raise ValueError("server name must not be empty")
     options = options_of("apcore-mcp", folder, **values)
     if form is not None:
-        return _print_tools(options, folder, form, [*arguments, *repeated])
+        from .export import print_tools
+
+        return print_tools(options, folder, form, [*arguments, *repeated])
     if options.transport == "stdio":
         from .stdio import take_standard_streams
 

@@ -30,76 +30,9 @@ logger = logging.getLogger("apcore_mcp")
 
 PARKED_SECONDS = 600.0  # how long a user may think, and how long the result of a parked call is kept for its retry
 
-MCP_PROGRESS_KEY = "_mcp_progress"
-"""The key of the function in `context.data` that sends the call's progress (FR-EXT-003)."""
-
-MCP_ELICIT_KEY = "_mcp_elicit"
-"""The key of the function in `context.data` that asks the user of the call (FR-EXT-003)."""
-
 # Of one caller's calls that wait for their user (and of those that go on as tasks).
 _PLACES_MAX = 100
 _PLACES_BYTES_MAX = 256 * 2**10  # of their arguments, as JSON
-
-# ---- What a module may say to its client ----
-
-
-class _Sent(Coroutine[Any, Any, None]):
-    """What a report is to who awaits it, or runs it by `asyncio.run()`, once it is sent; nobody has to."""
-
-    def send(self, value: Any) -> Any:
-        raise StopIteration
-
-    def throw(self, *error: Any) -> Any:
-        raise StopIteration
-
-    def close(self) -> None: ...
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield from ()
-
-
-def report_progress(
-    context: Any, progress: float, total: float | None = None, message: str | None = None
-) -> Awaitable[None]:
-    """Tell the client how far a running module is: `await report_progress(context, 50, total=100)`. In a plain
-    function, which has no event loop, without `await`: it is sent before this returns.
-
-    A `progress` that is not finite, or no higher than the last one, is not sent (MCP, "Progress"), and neither is a
-    `total` that is not finite. Does nothing when the module was not called through MCP (`context` may be None) or the
-    client asked for no progress. Source: FR-EXT-001."""
-    send = _from_context(context, MCP_PROGRESS_KEY)
-    reported: Awaitable[None] = _Sent() if send is None else send(progress, total, message)
-    return reported
-
-
-async def elicit(
-    context: Any, message: str, requested_schema: JSONSchema | None = None, *, key: str | None = None
-) -> JSONObject | None:
-    """Ask the user who made this call, and wait: `await elicit(context, "Which one?", {"type": "object", ...})`.
-
-    Returns what the user filled in, a dict that `requested_schema` accepts (without a schema the question is a bare
-    confirmation, and its answer `{}`). Returns None when the user declined, cancelled, filled in something else or said
-    nothing for ten minutes, when the client cannot ask, and when the module was not called through MCP (`context` may
-    be None). `key` names the question on the wire (from 2026-07-28).
-
-    Raises ValueError, before anything is sent, for a schema that is not an object with properties of simple types
-    without patterns. The module's own timeout goes on meanwhile: once it is over, or
-    the call is cancelled, ExecutionCancelledError. Source: FR-EXT-002; MCP, "Elicitation"."""
-    ask = _from_context(context, MCP_ELICIT_KEY)
-    if ask is None:
-        return None
-    token = context.cancel_token or CancelToken()
-    token.check()
-    answer: JSONObject | None = await ask(message, requested_schema, key)
-    token.check()  # or a module that has to end meanwhile, as its time is over, would act on the answer
-    return answer
-
-
-def _from_context(context: object, key: str) -> Any:
-    """What the server of a call has put into its context under `key`; None where no server has."""
-    data = getattr(context, "data", None)
-    return data.get(key) if isinstance(data, Mapping) else None
-
 
 # ---- What is sent ----
 
@@ -143,6 +76,21 @@ class _Question:
 
     request: JSONObject  # as a client of 2026-07-28 is sent it
     answer: asyncio.Future[Any]
+
+
+class Sent(Coroutine[Any, Any, None]):
+    """What a report is to who awaits it, or runs it by `asyncio.run()`, once it is sent; nobody has to."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration
+
+    def throw(self, *error: Any) -> Any:
+        raise StopIteration
+
+    def close(self) -> None: ...
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
 
 
 # ---- Conversations; event loop only, but for `report()` and `elicit()` ----
@@ -295,7 +243,7 @@ class Conversation:
         except RuntimeError:  # there is none: a plain function in its thread
             unsent = self._hand_over(number, limit, message)
             wait([] if unsent is None else [unsent], timeout=1)
-            return _Sent()
+            return Sent()
         return self._report(number, limit, message)
 
     async def _report(self, number: float, limit: float | None, message: str | None) -> None:

@@ -60,9 +60,8 @@ from .approval import CONTROL, NOBODY, QUESTION_KEY, approver_of, handler_in_pla
 from .arguments import Arguments
 from .call import CALL_KEY, CURRENT_CALL
 from .client import MODERN, NO_CLIENT, TASKS_EXTENSION, Client, Way, caller_in, client_of, protocol_error
+from .context import MCP_ELICIT_KEY, MCP_PROGRESS_KEY
 from .conversation import (
-    MCP_ELICIT_KEY,
-    MCP_PROGRESS_KEY,
     PARKED_SECONDS,
     Conversation,
     WaitingRoom,

@@ -18,11 +18,12 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from .core import SENTENCES, UNEXPECTED, Catalog, Tool, logger, portable_name
+from .discovery import Folder
 from .openai import openai_function
 from .options import Options
 from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive
 
-__all__ = ["check", "export"]
+__all__ = ["print_tools"]
 
 _NOTES = {  # on a tool's safety, by its annotations
     "readonly": "It only reads.",
@@ -137,7 +138,7 @@ def _tell_clients(name: str, entry: JSONObject) -> None:
         print(_ELSEWHERE, file=sys.stderr)
 
 
-def export(options: Options, form: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+def _export(options: Options, form: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """The tools in a form: as `tools/list` sends them, for OpenAI, as a document, or how a client starts them.
 
     A client starts them with `arguments`; `environment` is that of this process."""
@@ -159,7 +160,7 @@ def export(options: Options, form: str, arguments: Sequence[str], environment: M
     return json.dumps(exported, indent=2)
 
 
-def check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> tuple[str, int]:
+def _check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> tuple[str, int]:
     """Each tool and skill that would be served and what is missing, with the exit status: 1 unless all is well.
 
     `left_out` and `warned` are what was said while the folder was loaded."""
@@ -180,3 +181,17 @@ def check(options: Options, left_out: Sequence[str], warned: Sequence[str]) -> t
     if warnings:
         summary += f", {warnings} warned of"
     return "\n".join([*names, *skill_uris, summary]), 1 if missing or warnings or not names else 0
+
+
+def print_tools(options: Options, folder: Folder, form: str, arguments: Sequence[str]) -> int:
+    """Load the folder and print its tools in a form of `--export`, or what `--check` finds. Returns the exit status."""
+    # From here on stderr gets what modules print, from Python and from C. UTF-8, whatever a terminal's encoding is.
+    with open(os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as stdout:
+        os.dup2(2, 1)
+        folder.discover()
+        if form == "check":
+            text, status = _check(options, folder.left_out, folder.warned)
+        else:
+            text, status = _export(options, form, arguments, os.environ), 0
+        print(text, file=stdout)
+    return status
