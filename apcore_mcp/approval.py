@@ -68,6 +68,7 @@ class ElicitationApprovalHandler:
             return ApprovalResult("pending", metadata={"message": question, "requestedSchema": _FORM})
         elif by_state:
             answer = conversation.read(conversation.confirmation, _FORM)
+            conversation.confirmation = False  # it was about this module alone
         else:
             return self._without_answer(request, call)
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")

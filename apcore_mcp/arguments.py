@@ -27,6 +27,7 @@ from .schemas import (
     JSONSchema,
     ModelType,
     SchemaConverter,
+    branches,
     in_place,
     is_valid,
     map_subschemas,
@@ -74,7 +75,7 @@ class Arguments:
         """The arguments that a function does not take."""
         with suppress(ValueError, KeyError):  # of what cannot be listed
             if self._is_closed:
-                names = properties_of(self._inlined)
+                names = {*properties_of(self._inlined), *properties_of(self._by_spellings)}
                 return {name: value for name, value in arguments.items() if name not in names}
         return {}
 
@@ -115,32 +116,33 @@ class Arguments:
         """The arguments as they were sent, in plain JSON without what is marked as sensitive: those that the schema
         names, and the others."""
         plain = json.loads(json.dumps(arguments, default=_to_show))
-        plain = _without_other_forms(plain, [self._by_spellings])
+        plain = _as_described(plain, [self._by_spellings])
         plain = redact(plain, marks_of_schema(self._by_spellings), marks_in(arguments), hides_others=False)
         if plain == REDACTED_VALUE:  # the schema as a whole is marked
             plain = dict.fromkeys(arguments, REDACTED_VALUE)
-        names = dict.fromkeys(name for part in in_place(self._by_spellings) for name in properties_of(part))
-        known = {name: plain.pop(name) for name in names if name in plain}
+        names = {name for part in in_place(self._by_spellings) for name in properties_of(part)}
+        known = {name: plain.pop(name) for name in [*plain] if name in names}
         return known, plain
 
     @cached_property
     def _by_spellings(self) -> JSONSchema:
         """The schema with each property under all names by which it may be sent: a model's field has an alias or more,
-        beside its own name. Where it cannot be inlined, all is marked if anything is."""
-        schema = self.declared
-        if isinstance(self.model, ModelType):
-            schema = self.model.model_json_schema(by_alias=False, schema_generator=_WithSpellings)
-        try:
+        beside its own name. Where that cannot be said, all is marked if anything is."""
+        with suppress(Exception):  # an author's own `json_schema_extra` may look for an alias
+            schema = self.declared
+            if isinstance(self.model, ModelType):
+                schema = self.model.model_json_schema(by_alias=False, schema_generator=_WithSpellings)
             return _spelled(SchemaConverter(self.model, cuts=True).inline(schema))
-        except (ValueError, KeyError):
-            return {"x-sensitive": True} if mentions_mark(schema) else {}
+        return {"x-sensitive": True} if mentions_mark(self.declared) else self.declared
 
 
 _PATHS = "x-alias-paths"
+_OWN_READING = "x-own-reading"
 
 
 class _WithSpellings(GenerateJsonSchema):
-    """Writes the names of fields, and beside each field the paths of its aliases: `[["pin"], ["card", 0]]`."""
+    """Writes the names of fields, and beside each field the paths of its aliases: `[["pin"], ["card", 0]]`. What an
+    author's validator reads is described by what it stands before, and said to be read in a way of his own."""
 
     def model_field_schema(self, schema: Any) -> JSONSchema:
         return _with_paths(super().model_field_schema(schema), schema)
@@ -151,38 +153,64 @@ class _WithSpellings(GenerateJsonSchema):
     def typed_dict_field_schema(self, schema: Any) -> JSONSchema:
         return _with_paths(super().typed_dict_field_schema(schema), schema)
 
+    def function_before_schema(self, schema: Any) -> JSONSchema:
+        return {**self.generate_inner(schema["schema"]), _OWN_READING: True}
+
+    function_wrap_schema = function_before_schema
+
+    def function_plain_schema(self, schema: Any) -> JSONSchema:
+        form = super().function_plain_schema(schema)
+        written = schema.get("serialization") or {}
+        inner = written.get("schema") or written.get("return_schema")  # of the type, which pydantic keeps for writing
+        is_marked = inner is not None and mentions_mark(self.generate_inner(inner))
+        return {**form, "x-sensitive": True} if is_marked else form
+
 
 def _with_paths(schema: JSONSchema, field: Any) -> JSONSchema:
     """`schema` of a field of pydantic-core's, whose alias is a name, a path, or a list of paths."""
     alias = field.get("validation_alias") or []
     path = [alias] if isinstance(alias, str) else alias
     paths = path if path and isinstance(path[0], list) else [path]
-    return {**schema, _PATHS: paths}
+    return {**schema, _PATHS: [path for path in paths if path]}
 
 
 def _spelled(schema: JSONSchema) -> JSONSchema:
     """Copy `schema` with each property under its aliases, too. Where one is a path, what it begins with holds the value
-    somewhere: it is marked as a whole if anything of the value is."""
+    somewhere: it is marked as a whole if anything of the value is. So is what an author may read as a marked value."""
     copied = map_subschemas(schema, lambda inner, _: _spelled(inner) if isinstance(inner, dict) else inner)
-    for field in [*properties_of(copied).values()]:
-        for path in field.get(_PATHS, ()) if isinstance(field, dict) else ():
+    properties = properties_of(copied)
+    spellings: dict[str, list[JSONSchema]] = {}
+    for field in properties.values():
+        for first, *others in field.get(_PATHS, ()):
             whole = {"x-sensitive": True} if marks_sensitive(field) else {}
-            for first in path[:1]:
-                copied["properties"].setdefault(first, field if len(path) == 1 else whole)
+            spellings.setdefault(first, []).append(whole if others else field)
+    for name, fields in spellings.items():
+        own = [properties[name]] if name in properties else []
+        properties[name] = {"anyOf": own + fields} if len(own + fields) > 1 else fields[0]
+    if copied.get(_OWN_READING) and "properties" in copied and marks_sensitive(copied):
+        copied["additionalProperties"] = {"x-sensitive": True}
     return copied
 
 
-def _without_other_forms(value: Any, schemas: Iterable[JSONSchema]) -> Any:
-    """Copy plain JSON with `***REDACTED***` where a text or a number stands for what has marked parts: a model may read
-    "Ada:1234" as a card with a number."""
+def _as_described(value: Any, schemas: Iterable[JSONSchema]) -> Any:
+    """Copy plain JSON with the names that schemas have first, and with `***REDACTED***` where something of another type
+    stands for what has marked parts: a model may read "Ada:1234" as a card with a number."""
     applied = [*in_place(*schemas)]
+    if not any(_admits(part, value) for part in applied) and any(map(marks_sensitive, applied)):
+        return value if value is None else REDACTED_VALUE
     if isinstance(value, dict):
-        return {name: _without_other_forms(item, [*part_schemas(applied, name)]) for name, item in value.items()}
+        names = [*dict.fromkeys(name for part in applied for name in properties_of(part) if name in value)]
+        names += value.keys() - {*names}
+        return {name: _as_described(value[name], [*part_schemas(applied, name)]) for name in names}
     if isinstance(value, list):
-        return [_without_other_forms(item, [*part_schemas(applied, step)]) for step, item in enumerate(value)]
-    is_described = any(is_valid(value, {"type": types_of(part)}) for part in applied if types_of(part))
-    is_other_form = value is not None and not is_described and any(map(marks_sensitive, applied))
-    return REDACTED_VALUE if is_other_form else value
+        return [_as_described(item, [*part_schemas(applied, step)]) for step, item in enumerate(value)]
+    return value
+
+
+def _admits(schema: JSONSchema, value: Any) -> bool:
+    """Whether `schema` itself, not the schemas in it that hold beside it, is of a value of this type."""
+    types = types_of(schema)
+    return is_valid(value, {"type": types}) if types else not branches(schema, IN_PLACE)
 
 
 def _kind(item: Any) -> str:

@@ -89,7 +89,7 @@ def caller_of(scope: Mapping[str, Any]) -> Identity | None:
     for attribute in ("identity", "display_name"):
         with suppress(NotImplementedError):  # Starlette's own users have no `identity`
             name = name or getattr(user, attribute, None)
-    return Identity(str(name or user), roles=roles)
+    return Identity(str(name or "unnamed"), roles=roles)
 
 
 def caller_in(ctx: RequestContext) -> Identity | None:

@@ -755,6 +755,7 @@ class Call:
     tool: Tool
     conversation: Conversation
     catalog: Catalog
+    executor: Executor
     approver: ApprovalHandler | None
     structured: bool | None = None  # whether its result has structured content; None: where its tool promises it
     output_json: bytes | None = None  # what its module gave, as JSON
@@ -762,7 +763,8 @@ class Call:
     modules: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
     def owns(self, context: Context[Any]) -> bool:
-        return context.data.get(CALL_KEY) is self and len(context.call_chain) == 1
+        is_first = context.call_chain == [self.tool.module_id] and context.executor is self.executor
+        return is_first and context.data.get(CALL_KEY) is self
 
     def record(self, module_id: str, module: Any) -> None:
         """Note that a module takes part in this call, also where another module calls it.
@@ -922,7 +924,7 @@ class ExecutionRouter:
         if answers is not None:
             conversation.confirmation = answers.get(QUESTION_KEY)
             conversation.could_ask = True  # whatever the client declares now
-        call = Call(tool, conversation, self.catalog, self._approver, structured)
+        call = Call(tool, conversation, self.catalog, self.options.executor, self._approver, structured)
         context: Context[Any] = Context.create(
             identity=caller,
             trace_parent=_trace_parent(client.trace),
