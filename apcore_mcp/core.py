@@ -44,7 +44,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urljoin
 
 from apcore import ACL, APCore, Config, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
@@ -2087,7 +2087,7 @@ async def _run_callback(callback: Callable[[], Any] | None) -> None:
         await result
 
 
-async def _log_start(bridge: Bridge, address: str) -> None:
+async def _log_start(bridge: Bridge, address: str, is_printed: bool) -> None:
     """Log that the server accepts clients, at what `address`, and what is unusual about it."""
     options = bridge.options
     tools = bridge.catalog.tools.values()
@@ -2106,7 +2106,10 @@ async def _log_start(bridge: Bridge, address: str) -> None:
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     count = "1 tool" if len(tools) == 1 else f"{len(tools)} tools"
-    logger.info("apcore-mcp server started: %s registered, transport=%s%s", count, options.transport, address)
+    started = f"apcore-mcp server started: {count} registered, transport={options.transport}{address}"
+    logger.info("%s", started)
+    if is_printed and address:
+        print(started, file=sys.stderr)
 
 
 class _Life:
@@ -2116,9 +2119,10 @@ class _Life:
     exception is what kept this server from starting. A later error is raised by `run()`. `ended` is done as soon as
     `stop()` has been called."""
 
-    def __init__(self, options: Options, mounted: bool = False) -> None:
+    def __init__(self, options: Options, *, mounted: bool = False, prints: bool = False) -> None:
         self._options = options
         self._mounted = mounted
+        self._prints = prints  # where it listens, over HTTP
         self.started = Future[Any]()
         self.ended = Future[None]()
 
@@ -2162,7 +2166,7 @@ class _Life:
                     if options.explorer:
                         address += f", explorer at {urljoin(options.url, options.explorer_prefix)}/"
                 closing.push_async_callback(bridge.finish)  # before the transport closes, so that answers are sent
-                await _log_start(bridge, address)
+                await _log_start(bridge, address, self._prints)
                 await _run_callback(options.on_startup)
                 closing.push_async_callback(_run_callback, options.on_shutdown)
                 self.started.set_result(app)
@@ -2203,6 +2207,19 @@ def _door(make: Callable[P, Options], enter: Callable[[Options], T]) -> Callable
     return door
 
 
+def _init(make: Callable[P, Options], enter: Callable[[T, Options], None]) -> Callable[Concatenate[T, P], None]:
+    """The same for the `__init__` of `MCPServer`."""
+
+    @functools.wraps(enter)
+    def init(self: T, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        enter(self, options_of("MCPServer", *args, **kwargs))
+
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    parameters += inspect.signature(make).parameters.values()
+    vars(init)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    return init
+
+
 @functools.partial(_door, Options)
 @asynccontextmanager
 async def async_serve(options: Options) -> AsyncIterator[Starlette]:
@@ -2235,8 +2252,9 @@ class MCPServer:
     Takes the options of `serve()` and checks them at once. Every method may be called from any thread, though not
     `start()` from two at once, and a server that has ended can be started again."""
 
-    def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
-        self._options = options_of("MCPServer", registry_or_executor, **options)
+    @functools.partial(_init, Options)
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._life = _Life(self._options)
         self._thread: threading.Thread | None = None
 
@@ -2260,15 +2278,15 @@ class MCPServer:
             self._thread.join()
 
 
-def run(options: Options) -> None:
-    """What `serve()` does, with options that are checked."""
+def run(options: Options, *, prints: bool = False) -> None:
+    """What `serve()` does, with options that are checked. `prints` says on stderr where it listens, over HTTP."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # there is none
         pass
     else:
         raise RuntimeError("serve() blocks, so it cannot be called from a running event loop: use async_serve() there")
-    life = _Life(options)
+    life = _Life(options, prints=prints)
 
     def handle(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # so that a second one ends the process at once
@@ -2298,6 +2316,6 @@ def serve(options: Options) -> None:
     SIGTERM, or when a stdio client has gone, once running calls have ended or had `shutdown_seconds`. `on_startup` runs
     as soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
     `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
-    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
-    Source: FR-SERVER-001 to -011."""
-    run(options)
+    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop. Over
+    HTTP, a program that has set up no log reads on stderr where it listens. Source: FR-SERVER-001 to -011."""
+    run(options, prints=not logger.hasHandlers())

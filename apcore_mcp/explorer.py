@@ -1,6 +1,6 @@
 """The Tool Explorer: a page on which people look at the tools of a server and run them, and as JSON what it shows.
 
-It is ASGI routes for below `explorer_prefix`, which have to stand behind core.py's guard of Host and Origin; the page
+It is ASGI routes for below `explorer_prefix`, which have to stand behind web.py's guard of Host and Origin; the page
 is `explorer.html` beside this file. Without the two, there is no such page, and all else works.
 """
 
@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from . import __version__
-from .core import Bridge, Call, caller_of
+from .core import Bridge, Call, Tool, caller_of
 
 __all__ = ["routes"]
 
@@ -88,11 +88,18 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
         }
         return answer(about)
 
+    def definition_of(tool: Tool) -> dict[str, object]:
+        """The tool as clients list it; one without a name of its own is shown by its id."""
+        definition = tool.definition(options.tool_names)
+        if not tool.descriptor.name:
+            del definition["title"]
+        return definition
+
     async def tools(request: Request) -> Response:
         """What the caller is offered, without schemas."""
         summaries = []
         for offered in await catalog.offered(catalog.tools.values(), caller_of(request.scope)):
-            definition = offered.definition(options.tool_names)
+            definition = definition_of(offered)
             summaries.append({key: definition[key] for key in definition if key not in ("inputSchema", "outputSchema")})
         return answer(summaries)
 
@@ -102,7 +109,7 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
         if shown is None or not await catalog.offered([shown], caller_of(request.scope)):
             return not_found(request)
         about = {"documentation": shown.documentation, "examples": shown.examples, "page": shown.about.page}
-        return answer({**shown.definition(options.tool_names), **about})
+        return answer({**definition_of(shown), **about})
 
     async def call(request: Request) -> Response:
         """Run a tool, as for a client that cannot be asked (FR-EXPLORER-004).
