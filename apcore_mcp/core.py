@@ -42,10 +42,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urljoin
 
-from apcore import ACL, APCore, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
+from apcore import ACL, Executor, ModuleAnnotations, ModuleDescriptor, ModuleError, Registry, errors
 from apcore.approval import ApprovalHandler
 from apcore.builtin_steps import BuiltinACLCheck
 from apcore.context import Context, Identity
@@ -1369,7 +1369,10 @@ async def _log_start(bridge: Bridge, address: str) -> None:
     if options.transport == "sse":
         logger.warning("SSE transport is deprecated; use streamable-http instead")
     count = "1 tool" if len(tools) == 1 else f"{len(tools)} tools"
-    logger.info("apcore-mcp server started: %s registered, transport=%s%s", count, options.transport, address)
+    started = f"apcore-mcp server started: {count} registered, transport={options.transport}{address}"
+    logger.info("%s", started)
+    if address and not logger.hasHandlers():  # a program that has set up no log has to know, too
+        print(started, file=sys.stderr)
 
 
 class _Lifetime:
@@ -1466,6 +1469,19 @@ def _door(make: Callable[P, Options], enter: Callable[[Options], T]) -> Callable
     return door
 
 
+def _init(make: Callable[P, Options], enter: Callable[[T, Options], None]) -> Callable[Concatenate[T, P], None]:
+    """The same for the `__init__` of `MCPServer`."""
+
+    @functools.wraps(enter)
+    def init(self: T, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        enter(self, options_of("MCPServer", *args, **kwargs))
+
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    parameters += inspect.signature(make).parameters.values()
+    vars(init)["__signature__"] = inspect.Signature(parameters, return_annotation=None)
+    return init
+
+
 @functools.partial(_door, Options)
 @asynccontextmanager
 async def async_serve(options: Options) -> AsyncIterator[Starlette]:
@@ -1498,8 +1514,9 @@ class MCPServer:
     Takes the options of `serve()` and checks them at once. Every method may be called from any thread, though not
     `start()` from two at once, and a server that has ended can be started again."""
 
-    def __init__(self, registry_or_executor: Registry | Executor | APCore, **options: Any) -> None:
-        self._options = options_of("MCPServer", registry_or_executor, **options)
+    @functools.partial(_init, Options)
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._lifetime = _Lifetime(self._options)
         self._thread: threading.Thread | None = None
 
@@ -1561,6 +1578,6 @@ def serve(options: Options) -> None:
     SIGTERM, or when a stdio client has gone, once running calls have ended or had `shutdown_seconds`. `on_startup` runs
     as soon as clients are accepted, `on_shutdown` while they still are; both may be coroutine functions.
     `apcore-mcp --help` describes each option; all are checked before anything starts. TypeError for a wrong type,
-    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop.
-    Source: FR-SERVER-001 to -011."""
+    ValueError for a value that is not allowed, OSError for a port in use; RuntimeError in a running event loop. Over
+    HTTP, a program that has set up no log reads on stderr where it listens. Source: FR-SERVER-001 to -011."""
     run(options)

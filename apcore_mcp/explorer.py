@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from . import __version__
 from .client import caller_of
-from .core import Bridge
+from .core import Bridge, Tool
 
 __all__ = ["routes"]
 
@@ -89,11 +89,18 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
         }
         return answer(about)
 
+    def definition_of(tool: Tool) -> dict[str, object]:
+        """The tool as clients list it; one without a name of its own is shown by its id."""
+        definition = tool.definition(options.tool_names)
+        if not tool.descriptor.name:
+            del definition["title"]
+        return definition
+
     async def tools(request: Request) -> Response:
         """What the caller is offered, without schemas."""
         summaries = []
         for offered in await catalog.offered(catalog.tools.values(), caller_of(request.scope)):
-            definition = offered.definition(options.tool_names)
+            definition = definition_of(offered)
             summaries.append({key: definition[key] for key in definition if key not in ("inputSchema", "outputSchema")})
         return answer(summaries)
 
@@ -103,7 +110,7 @@ def routes(bridge: Bridge) -> list[BaseRoute]:
         if shown is None or not await catalog.offered([shown], caller_of(request.scope)):
             return not_found(request)
         about = {"documentation": shown.documentation, "examples": shown.examples, "page": shown.about.page}
-        return answer({**shown.definition(options.tool_names), **about})
+        return answer({**definition_of(shown), **about})
 
     async def call(request: Request) -> Response:
         """Run a tool, as for a client that cannot be asked (FR-EXPLORER-004).

@@ -354,6 +354,21 @@ async def test_stuck_modules_withhold_nobodys_error(mounted: bool, count: int) -
         await asyncio.gather(*calls)
 
 
+WHERE = """
+registry.register("t.m", Module(lambda inputs, context: {}))
+serve(registry, transport="streamable-http", port=int(sys.argv[1]), on_startup=lambda: _thread.interrupt_main())
+"""
+
+
+def test_a_program_without_a_log_is_told_where_it_listens() -> None:
+    port = free_port()
+    with RawClient(program(WHERE, str(port))) as server:
+        status, stderr = server.end()
+    (line,) = stderr.decode().splitlines()
+    assert line.endswith(f"1 tool registered, transport=streamable-http, at http://127.0.0.1:{port}/mcp")
+    assert status == 0
+
+
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
 def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
