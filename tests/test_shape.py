@@ -34,6 +34,7 @@ ALWAYS = {
     "__init__": {"approval", "core", "discovery", "openai"},
     "__main__": {"core", "discovery", "log"},
     "core": {"approval", "discovery", "execution", "log", "schemas", "values"},
+    "execution": {"functions"},
     "openai": {"core", "schemas"},
     "explorer": {"core"},
     "export": {"core", "schemas"},
