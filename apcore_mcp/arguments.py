@@ -128,11 +128,14 @@ class Arguments:
     def _by_spellings(self) -> JSONSchema:
         """The schema with each property under all names by which it may be sent: a model's field has an alias or more,
         beside its own name. Where that cannot be said, all is marked if anything is."""
+        converter = SchemaConverter(self.model, cuts=True)
         with suppress(Exception):  # an author's own `json_schema_extra` may look for an alias
             schema = self.declared
             if isinstance(self.model, ModelType):
                 schema = self.model.model_json_schema(by_alias=False, schema_generator=_WithSpellings)
-            return _spelled(SchemaConverter(self.model, cuts=True).inline(schema))
+            return _spelled(converter.inline(schema))
+        with suppress(ValueError, KeyError):
+            return _spelled(_read_by_author(converter.inline(self.declared)))
         return {"x-sensitive": True} if mentions_mark(self.declared) else self.declared
 
 
@@ -159,11 +162,10 @@ class _WithSpellings(GenerateJsonSchema):
     function_wrap_schema = function_before_schema
 
     def function_plain_schema(self, schema: Any) -> JSONSchema:
-        form = super().function_plain_schema(schema)
         written = schema.get("serialization") or {}
         inner = written.get("schema") or written.get("return_schema")  # of the type, which pydantic keeps for writing
-        is_marked = inner is not None and mentions_mark(self.generate_inner(inner))
-        return {**form, "x-sensitive": True} if is_marked else form
+        form = super().function_plain_schema(schema) if inner is None else self.generate_inner(inner)
+        return {**form, _OWN_READING: True}
 
 
 def _with_paths(schema: JSONSchema, field: Any) -> JSONSchema:
@@ -190,6 +192,12 @@ def _spelled(schema: JSONSchema) -> JSONSchema:
     if copied.get(_OWN_READING) and "properties" in copied and marks_sensitive(copied):
         copied["additionalProperties"] = {"x-sensitive": True}
     return copied
+
+
+def _read_by_author(schema: JSONSchema) -> JSONSchema:
+    """`schema` as if an author's validator read each object in it."""
+    copied = map_subschemas(schema, lambda inner, _: _read_by_author(inner) if isinstance(inner, dict) else inner)
+    return {**copied, _OWN_READING: True}
 
 
 def _as_described(value: Any, schemas: Iterable[JSONSchema]) -> Any:
