@@ -67,7 +67,9 @@ from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, Way
 from .discovery import Folder
 from .execution import Function, daemon_threads, function_of, silence, steps_in_place
 from .faults import FAULTS_MAX, fault_at, faults_in, pydantic_faults, schema_faults
+from .hints import marks_of, marks_of_hint
 from .log import log_to_stderr, values_hidden
+from .output import Output, RefusedOutput
 from .schemas import (
     CONSTRAINTS,
     FOREIGN_REFERENCES,
@@ -83,8 +85,6 @@ from .schemas import (
     integral,
     is_valid,
     map_subschemas,
-    marks_of,
-    marks_of_hint,
     marks_of_schema,
     marks_sensitive,
     media_types_of,
@@ -97,7 +97,7 @@ from .schemas import (
     text_of,
     types_of,
 )
-from .values import Output, RefusedOutput, as_json, marks_in, not_json, redact
+from .values import as_json, marks_in, not_json, redact
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
@@ -464,7 +464,7 @@ class Tool:
         self.output = Output(module, descriptor, function)
         self.redacts = options.redact_output
         output_schema = self.output.schema
-        self.marks = [marks_of_schema(output_schema)] if self.redacts and marks_sensitive(output_schema) else []
+        self.marks = self.output.marks if self.redacts else []
         self.media = media_types_of(output_schema)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
         promise = promise_of(output_schema) if output_schema else {"type": "null"}
@@ -1377,8 +1377,7 @@ class Call:
         return self.task is not None and self.task.begin()
 
     def write(self, output: Any) -> JSONObject:
-        written = self.tool.output.write(output, self.tool.redacts)
-        self.output_json = to_json(written)
+        written, self.output_json = self.tool.output.write(output, self.tool.redacts)
         return written
 
     def is_secret(self) -> bool:

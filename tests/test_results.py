@@ -709,9 +709,9 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (dict[str, int], {"a": 1.5}, "a"),
     (dict[str, Annotated[float, Field(le=1)]], {"a": 1.7}, "a"),
     (list[Annotated[int, Field(ge=1)]], [1, 0], "result.1"),
-    (Cart, Cart([Item(ONE)], "one"), "result"),  # type: ignore[arg-type]
-    (Cart, Cart([Item(ONE)], None), "result"),  # type: ignore[arg-type]
-    (list[Cart], [Cart([Item("dear")], 1)], "result.0"),  # type: ignore[arg-type]
+    (Cart, Cart([Item(ONE)], "one"), "result.count"),  # type: ignore[arg-type]
+    (Cart, Cart([Item(ONE)], None), "result.count"),  # type: ignore[arg-type]
+    (list[Cart], [Cart([Item("dear")], 1)], ""),  # type: ignore[arg-type]
 ]
 """A hint, what does not fit it, and the field that is named."""
 

@@ -33,22 +33,25 @@ TREES = {name: ast.parse(text) for name, text in FILES.items()}
 ALWAYS = {
     "__init__": {"approval", "core", "discovery", "openai"},
     "__main__": {"core", "discovery", "log"},
-    "core": {"approval", "discovery", "execution", "log", "schemas", "values"},
+    "core": {"approval", "discovery", "execution", "faults", "hints", "log", "output", "schemas", "values"},
     "openai": {"core", "schemas"},
     "explorer": {"core"},
     "export": {"core", "schemas"},
+    "faults": {"schemas"},
+    "hints": {"schemas"},
     "metrics": {"core", "execution"},
+    "output": {"faults", "hints", "schemas", "values"},
     "search": {"core", "schemas"},
     "stdio": {"core", "execution"},
     "tasks": {"core", "schemas"},
-    "values": {"schemas"},
+    "values": {"hints", "schemas"},
     "web": {"core", "execution"},
 }
 LATER = {
     "__main__": {"export", "stdio"},
     "core": {"explorer", "metrics", "search", "stdio", "tasks", "web"},
     "openai": {"search"},
-    "values": {"execution"},
+    "output": {"execution"},
     "web": {"explorer", "metrics"},
 }
 
