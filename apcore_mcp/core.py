@@ -67,7 +67,7 @@ from .approval import CALL_KEY, CONTROL, CURRENT_CALL, NOBODY, QUESTION_KEY, Way
 from .discovery import Folder
 from .execution import Function, daemon_threads, function_of, silence, steps_in_place
 from .faults import FAULTS_MAX, fault_at, faults_in, pydantic_faults, schema_faults
-from .hints import marks_of, marks_of_hint
+from .hints import holds_secret, marks_of, marks_of_hint, read_form
 from .log import log_to_stderr, values_hidden
 from .output import Output, RefusedOutput
 from .schemas import (
@@ -455,6 +455,8 @@ class Tool:
         if function is not None and function.model not in (None, self.model):
             self.model = function.model
             schema = function.model.model_json_schema()
+        if isinstance(self.model, ModelType) and holds_secret(self.model):
+            schema = read_form(self.model)
         advertised = object_schema(schema, self.model if isinstance(self.model, ModelType) else None)
         names_all = not advertised.keys() & {*IN_PLACE, *OTHER_PROPERTIES}
         self.is_closed = function is not None and function.others is None and names_all
@@ -488,6 +490,10 @@ class Tool:
             warnings.append(f"of its input schema, this is not sent: {', '.join(sorted(foreign))}")
         if self.output.fault:
             warnings.append(f"it is served without its output schema: {self.output.fault}")
+        if self.output.unsent:
+            warnings.append(
+                f"pydantic does not know these fields, and they are not sent: {', '.join(self.output.unsent)}"
+            )
         return warnings
 
     def _resources(self) -> list[tuple[JSONObject, JSONObject]]:
@@ -513,9 +519,14 @@ class Tool:
 
     @property
     def examples(self) -> list[JSONObject]:
-        """The module's own examples that are valid calls, in plain JSON types."""
+        """The module's own examples that are valid calls, in plain JSON types, without what is marked."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
-            return [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
+            valid = [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
+            marks = marks_of_schema(self.input_schema)
+            for one in valid:
+                one["inputs"] = redact(one["inputs"], marks, hides_others=False)
+                one["output"] = redact(one["output"], *self.marks)
+            return valid
         return []
 
     def unknown(self, arguments: JSONObject) -> dict[str, Any]:
@@ -818,7 +829,7 @@ class _ErrorMapper:
         if error.code == "MODULE_TIMEOUT":
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if error.code == "OUTPUT_SERIALIZATION_ERROR" and not is_withheld and not self.tool.marks:
-            found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
+            found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*|two keys are .*", error.message)
             text += f": {found[0]}" if found else ""
         if is_own and not is_withheld and error.code not in errors.ErrorCodeRegistry().all_codes:
             # The code and so the advice are the module's own; apcore's advice may name modules and callers.
@@ -2064,6 +2075,8 @@ async def _log_start(bridge: Bridge, address: str) -> None:
         logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and bridge.is_unprotected:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", CONTROL)
+    if any(tool.module_id.startswith("system.") for tool in tools):
+        logger.warning("apcore's system.* are tools, and tell callers everybody's errors: exclude= leaves them out")
     if is_public and not bridge.catalog.acls:
         everybody = "Everybody who can reach %s may call these tools: there is neither a login (middleware) nor an ACL"
         logger.warning(everybody, options.host)

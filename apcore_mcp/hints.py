@@ -86,11 +86,15 @@ UNSAID = "as a serializer without a return type writes it"
 _SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
 
 
+def _is_pydantics(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("pydantic.")
+
+
 def _is_authors(serializer: JSONObject | None) -> bool:
     """Whether nothing says what `serializer` writes: an author's without a return type, or `SerializeAsAny`."""
     if not serializer or "return_schema" in serializer:
         return False
-    return not (getattr(serializer.get("function"), "__module__", None) or "").startswith("pydantic.")
+    return not _is_pydantics(serializer.get("function"))
 
 
 def _is_secret(schema: CoreSchema) -> bool:
@@ -119,6 +123,8 @@ class _WrittenForm(_ReadForm):
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
             return {"$comment": UNSAID}
+        if schema.get("function") is _SECRET:
+            return {"x-sensitive": True}
         return super().ser_schema(schema)
 
 
@@ -142,6 +148,11 @@ def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSche
 
 
 # ---- What is marked ----
+
+
+def holds_secret(model: Any) -> bool:
+    """Whether a model has a field of pydantic's `Secret[...]`, at any depth."""
+    return any(map(_is_secret, _nodes(core_schema_of(TypeAdapter(model)))))
 
 
 def marks_in_form(schema: JSONSchema) -> JSONSchema:
@@ -179,11 +190,20 @@ def marks_of(schema: Any) -> JSONSchema:
 # ---- What is open ----
 
 
+def _is_restated(schema: CoreSchema) -> bool:
+    """Whether the JSON schema of a core schema is an author's: `WithJsonSchema`, `SkipJsonSchema`, a function."""
+    metadata = schema.get("metadata") or {}
+    functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
+    functions += filter(callable, [metadata.get("pydantic_js_extra")])
+    functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
+    return any(not _is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
+
+
 def is_open(schema: CoreSchema) -> bool:
     """Whether pydantic may write something by `schema` that its JSON schema does not say."""
     serializer = schema.get("serialization") or {}
     config = schema.get("config") or {}
-    if not _KNOWN or _is_authors(serializer) or config.get("polymorphic_serialization"):
+    if not _KNOWN or _is_authors(serializer) or config.get("polymorphic_serialization") or _is_restated(schema):
         return True
     if "return_schema" in serializer:
         return is_open(serializer["return_schema"])
@@ -209,14 +229,15 @@ def _is_own(serializer: Any, kind: type) -> bool:
 
 def rewrites(schema: Any) -> bool:
     """Whether an author's function may write something by `schema` in another form, but for what a model or dataclass
-    in it says itself."""
+    in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
     nodes = [schema]
     while nodes:
         node = nodes.pop()
         if isinstance(node, dict):
-            serializer = node.get("serialization")
+            serializer = node.get("serialization") or {}
             is_class = node.get("type") in ("model", "dataclass")
-            if _is_authors(serializer) and not (is_class and _is_own(serializer, node["cls"])):
+            is_any = serializer.get("type") == "any"
+            if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
                 return True
             if not is_class:
                 nodes += [part for key, part in node.items() if key not in _NO_SCHEMAS]

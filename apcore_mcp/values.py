@@ -198,28 +198,36 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
             check_values(item, f"{place}.{name}", allows_nan)
 
 
-def marks_in(value: Any) -> JSONSchema:
+def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
     """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}], ...}`
     beside its own; `{}` where no model in it marks anything. In a place where nothing is known to stand, all of them
-    hold; and where a model's author writes a part of it in a form of his own, all of that is marked."""
+    hold. What an author writes in a form of his own is marked as a whole, and so is an object that holds one."""
     value = _unpacked(value)
     own = marks_of(type(value))
     if isinstance(value, RootModel | Enum):
-        inner = marks_in(value.root if isinstance(value, RootModel) else value.value)
-        if inner and isinstance(value, RootModel) and how_written(type(value)).is_rewritten:
-            inner = {"x-sensitive": True}
-    else:
-        parts = {name: marks_in(item) for name, item in _parts_of(value)}
-        if isinstance(value, BaseModel) or _is_dataclass(value):
-            written = how_written(type(value))
-            for name in parts:
-                if parts[name] and (written.is_rewritten or name in written.rewritten):
-                    parts[name] = {"x-sensitive": True}
-        marked = [part for part in parts.values() if part]
-        if not marked:
+        inner = marks_in(value.root if isinstance(value, RootModel) else value.value, is_inside)
+        is_whole = isinstance(value, RootModel) and how_written(type(value)).is_rewritten
+        return {"anyOf": [own, {"x-sensitive": True} if inner and is_whole else inner]} if inner else own
+    is_object = not (isinstance(value, BaseModel | Mapping) or _is_dataclass(value) or is_array(value))
+    if is_object:
+        held = [*getattr(value, "__dict__", {}).values(), *getattr(value, "args", ())]  # of an exception
+        if is_inside or callable(value):
             return own
-        if is_array(value):
-            inner = {"prefixItems": [*parts.values()], "items": {"anyOf": marked}}
-        else:
-            inner = {"properties": parts, "additionalProperties": {"anyOf": marked}}
-    return {"anyOf": [own, inner]} if own and inner else own or inner
+        return {"x-sensitive": True} if any(marks_in(item, is_inside=True) for item in held) else own
+    parts = {name: marks_in(item, is_inside) for name, item in _parts_of(value)}
+    others: JSONSchema = {}
+    if isinstance(value, BaseModel) or _is_dataclass(value):
+        written = how_written(type(value))
+        for name, part in parts.items():
+            if part and (written.is_rewritten or name in written.rewritten):
+                parts[name] = {"x-sensitive": True}
+        if written.is_rewritten and (own or any(parts.values())):
+            others = {"x-sensitive": True}  # of a list, which its author may make of it
+    marked = [part for part in parts.values() if part]
+    if is_array(value):
+        inner = {"prefixItems": [*parts.values()], "items": {"anyOf": marked}}
+    else:
+        inner = {"properties": parts, "additionalProperties": {"anyOf": marked}}
+    if not marked and not others:
+        return own
+    return {"anyOf": [own, {"items": others}, inner if marked else {}]}
