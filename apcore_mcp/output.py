@@ -46,11 +46,11 @@ from .schemas import (
 )
 from .values import (
     as_json,
+    check_names,
     check_values,
     dumped,
     is_array,
     marks_in,
-    name_in_json,
     not_json,
     redact,
     without_numpy,
@@ -142,17 +142,18 @@ class Output:
         elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
             output = {}
         try:
-            written, values = self._serialize(output)
+            written, text, values = self._serialize(output)
             if output is not given:
                 values.append(given)
-            hidden = redact(written, *map(self._marks_in, values)) if redacts else written
+            hidden = redact(written, *map(self._marks_in, values)) if redacts and values else written
             if self._is_root:
-                written, hidden = {"result": written}, {"result": hidden}
+                is_shown = hidden is written
+                written, text = {"result": written}, b'{"result":%s}' % text
+                hidden = written if is_shown else {"result": hidden}
             if not isinstance(written, dict):
                 raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], returned)
-            text = to_json(written)
             self._check(text, written, returned)
-            if hidden != written:
+            if hidden is not written:
                 written, text = hidden, to_json(hidden)
                 if not self.marks:  # clients hold it against the promise
                     self._check(text, written, returned)
@@ -162,21 +163,22 @@ class Output:
             raise not_json(error) from None
         return written, text
 
-    def _serialize(self, output: Any) -> tuple[Any, list[Any]]:
-        """What a module gave as plain JSON, and the values in which something may be marked that `schema` does not
-        describe."""
+    def _serialize(self, output: Any) -> tuple[Any, bytes, list[Any]]:
+        """What a module gave as plain JSON, its text, and the values in which models mark what `schema` may not."""
         if self._adapter is not None:
             value = self._read(self._reader, output)
             if not self._is_open:
                 with suppress(ValueError):
                     # Pydantic warns of what it writes by another schema than this.
                     written = self._adapter.dump_python(value, mode="json", by_alias=True, warnings="error")
-                    if _is_finite(written):
-                        return written, []
+                    text = to_json(written, inf_nan_mode="constants")
+                    if not (b"NaN" in text or b"Infinity" in text) or is_json(written):
+                        return written, text, []
             check_values(value)
             dump = partial(self._adapter.dump_python, value)
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
-            return plain_json(as_json(python, form=form)), [value]
+            written = plain_json(as_json(python, form=form))
+            return written, to_json(written), [value]
         written = None
         is_plain = False
         with suppress(ValueError, TypeError):
@@ -189,12 +191,12 @@ class Output:
                 self._declared.model_validate(written, strict=True)
             except errors.SchemaValidationError as error:
                 raise RefusedOutput(faults_in(error), output) from None
-        return written, [] if is_plain else [output]
+        return written, to_json(written), [] if is_plain else [output]
 
     def _read(self, reader: Reader, output: Any) -> Any:
         """What a module gave, with models in the place of the dicts that are to be some."""
         if self._is_open:
-            _check_names(output)
+            check_names(output)
         with suppress(ValidationError):
             return reader.read(output)
         plain = without_numpy(output)
@@ -232,24 +234,3 @@ def _instances(value: Any) -> Iterator[Any]:
     elif is_array(value):
         for item in value:
             yield from _instances(item)
-
-
-def _check_names(value: Any, place: str = "") -> None:
-    """Raise ValueError for two keys that are one name in JSON: of which pydantic would drop one."""
-    if isinstance(value, Mapping):
-        names = set[str]()
-        for key, item in value.items():
-            name = name_in_json(key)
-            if name in names:
-                raise ValueError(f"two keys are {name!r} at {place.strip('.') or 'the root'}")
-            names.add(name)
-            _check_names(item, f"{place}.{name}")
-    elif is_array(value):
-        for index, item in enumerate(value):
-            _check_names(item, f"{place}.{index}")
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether JSON can say all numbers of a value in plain JSON types."""
-    text = to_json(value, inf_nan_mode="constants")
-    return not (b"NaN" in text or b"Infinity" in text) or is_json(value)

@@ -89,12 +89,15 @@ def without_numpy(value: Any) -> Any:
     return type(value)(map(without_numpy, value)) if type(value) in (list, tuple, set) else value
 
 
-def name_in_json(key: Any) -> str:
-    key = _unpacked(key)
-    return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
+def _name_in_json(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
+    return name
 
 
 _NO_FORM = object()
+_PLAIN = (str, bool, int, float)
 
 
 def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
@@ -133,7 +136,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
-    if value is None or type(value) in (str, bool, int, float):
+    if value is None or type(value) in _PLAIN:
         return value
     if _is_dataclass(value):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
@@ -141,7 +144,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, Mapping):
         written: JSONObject = {}
         for key, item in value.items():
-            name = name_in_json(key)
+            name = _name_in_json(key)
             if name in written:
                 raise ValueError(f"two keys are {name!r} at {place}")
             part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
@@ -178,13 +181,32 @@ def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
         parts |= {name: getattr(value, name) for name in written.computed}
         return [(written.names.get(name, name), item) for name, item in parts.items()]
     if isinstance(value, Mapping):
-        return [(name_in_json(key), item) for key, item in value.items()]
+        return [(_name_in_json(key), item) for key, item in value.items()]
     return enumerate(value) if is_array(value) else ()
+
+
+def check_names(value: Any, place: str = "") -> None:
+    """Raise ValueError for two keys that are one name in JSON, of which pydantic would drop one."""
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Mapping):
+        names = set[str]()
+        for key, item in value.items():
+            name = _name_in_json(key)
+            if name in names:
+                raise ValueError(f"two keys are {name!r} at {place.strip('.') or 'the root'}")
+            names.add(name)
+            check_names(item, f"{place}.{name}")
+    elif is_array(value):
+        for index, item in enumerate(value):
+            check_names(item, f"{place}.{index}")
 
 
 def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
     """Raise ValueError for the first number in `value` that JSON cannot say ("nan at items.0.qty"), unless a model says
     how its own are written, by `ser_json_inf_nan`; TypeError for an iterator, which pydantic would use up."""
+    if value is None or type(value) in (str, bool, int):
+        return
     if isinstance(value, Iterator):
         _unknown(value)
     if isinstance(value, float | Decimal) and not math.isfinite(value) and not allows_nan:
@@ -202,6 +224,8 @@ def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
     """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}], ...}`
     beside its own; `{}` where no model in it marks anything. In a place where nothing is known to stand, all of them
     hold. What an author writes in a form of his own is marked as a whole, and so is an object that holds one."""
+    if value is None or type(value) in _PLAIN:
+        return {}
     value = _unpacked(value)
     own = marks_of(type(value))
     if isinstance(value, RootModel | Enum):
