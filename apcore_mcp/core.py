@@ -525,7 +525,8 @@ class Tool:
             marks = marks_of_schema(self.input_schema)
             for one in valid:
                 one["inputs"] = redact(one["inputs"], marks, hides_others=False)
-                one["output"] = redact(one["output"], *self.marks)
+                if "output" in one:
+                    one["output"] = redact(one["output"], *self.marks)
             return valid
         return []
 

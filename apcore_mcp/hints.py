@@ -82,6 +82,7 @@ def _nodes(schema: Any) -> Iterator[CoreSchema]:
 
 # ---- JSON schemas of what pydantic reads and writes ----
 
+DECIMAL = "decimal"  # a format of our own, which is not advertised
 UNSAID = "as a serializer without a return type writes it"
 _SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
 
@@ -119,6 +120,9 @@ class _WrittenForm(_ReadForm):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
+
+    def decimal_schema(self, schema: Any) -> JSONSchema:
+        return {**super().decimal_schema(schema), "format": DECIMAL}
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
@@ -289,7 +293,9 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
     for node in _nodes(schema):
         if node.get("type") == "dataclass":
             kind = node["cls"]
-            names = [each.name for each in dataclasses.fields(kind) if each.name not in node["fields"]]
+            inner = next(each for each in _nodes(node["schema"]) if each.get("type") == "dataclass-args")
+            known = [field["name"] for field in inner["fields"]]
+            names = [each.name for each in dataclasses.fields(kind) if each.name not in known]
             unsent += [f"{kind.__name__}.{name}" for name in names]
     return unsent
 

@@ -17,6 +17,7 @@ from pydantic_core import SchemaValidator, to_json
 
 from .faults import fault_at, faults_in, pydantic_faults
 from .hints import (
+    DECIMAL,
     UNSAID,
     Reader,
     core_schema_of,
@@ -37,6 +38,7 @@ from .schemas import (
     admits_object,
     in_place,
     is_json,
+    map_subschemas,
     marks_of_schema,
     marks_sensitive,
     mentions_mark,
@@ -110,12 +112,17 @@ class Output:
         self.unsent: list[str] = []  # the fields of dataclasses that pydantic does not know
         # What its core schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = True
+        self._decimals: list[JSONSchema] = []  # by which numbers are written where Decimals are meant
         self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
             self.unsent = unsent_fields(core_schema)
             self._is_open = is_open(core_schema) or not self.schema
+            if self._is_open:
+                self.schema = _without_models(self.schema)
             self._is_rewritten = rewrites(core_schema)
+            if any(part.get("format") == DECIMAL for part in subschemas(self.schema)):
+                self._decimals = [*in_place(self.schema)]
             if any(part.get("$comment") == UNSAID for part in subschemas(self.schema)):
                 read = marks_in_form(read_form(self._declared, self._adapter))
                 self.marks += [read] if read else []
@@ -177,7 +184,7 @@ class Output:
             check_values(value)
             dump = partial(self._adapter.dump_python, value)
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
-            written = plain_json(as_json(python, form=form))
+            written = plain_json(as_json(python, self._decimals, form=form))
             return written, to_json(written), [value]
         written = None
         is_plain = False
@@ -222,6 +229,12 @@ class Output:
     def _marks_in(self, value: Any) -> JSONSchema:
         marks = marks_in(value)
         return {"additionalProperties": {"x-sensitive": True}} if marks and self._is_rewritten else marks
+
+
+def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:
+    """Copy `schema` without defaults that may be models, in which something may be marked that `schema` does not say."""
+    kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list)}
+    return map_subschemas(kept, _without_models)
 
 
 def _instances(value: Any) -> Iterator[Any]:

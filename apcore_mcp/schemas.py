@@ -346,11 +346,10 @@ def media_types_of(schema: JSONSchema) -> dict[str, str]:
 
 # The keywords of a module's output schema that are advertised. AJV, which TypeScript clients use, has to read them as
 # Python does: it reads draft 7, stops at patterns that are everyday Python, checks formats in another sense, and finds
-# 1.13 no multiple of 0.01. Limits of length hold for other texts than those that are sent (bytes, secrets). A default
-# is none of a result, and may be a model with something marked in it.
+# 1.13 no multiple of 0.01. Limits of length hold for other texts than those that are sent (bytes, secrets).
 _PROMISED = frozenset(
     "type properties required additionalProperties items prefixItems anyOf oneOf allOf enum const minimum maximum"
-    " exclusiveMinimum exclusiveMaximum minItems maxItems title description examples deprecated".split()
+    " exclusiveMinimum exclusiveMaximum minItems maxItems title description default examples deprecated".split()
 )
 
 

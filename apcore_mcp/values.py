@@ -21,7 +21,7 @@ from apcore.utils.redaction import REDACTED_VALUE
 from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from .hints import how_written, marks_of
+from .hints import DECIMAL, how_written, marks_of
 from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_of, text_of, types_of
 
 # ---- Secrets ----
@@ -127,11 +127,13 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, BaseModel):
         check_values(value, place.removeprefix("the root"))
         value, form = dumped(value.model_dump, value.model_dump_json)
+    types = {name for schema in schemas for name in types_of(schema)}
+    if type(value) in (int, float) and "number" not in types and any(each.get("format") == DECIMAL for each in schemas):
+        return str(value)  # where a Decimal was meant
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
     if form is not _NO_FORM and not is_nat and _is_written(value, form):
         return form
     if isinstance(value, Decimal) and value.is_finite():
-        types = {name for schema in schemas for name in types_of(schema)}
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
