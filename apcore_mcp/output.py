@@ -232,7 +232,7 @@ class Output:
 
 
 def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:
-    """Copy `schema` without defaults that may be models, in which something may be marked that `schema` does not say."""
+    """Copy `schema` without defaults that may be models: of what is marked in them it says nothing."""
     kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list)}
     return map_subschemas(kept, _without_models)
 
