@@ -931,8 +931,8 @@ DESCRIBED: list[Any] = [
     dict[str, Secret[int]], Annotated[Any, PlainSerializer(str, return_type=str)],
 ]  # fmt: skip
 LEFT_OPEN: list[Any] = [
-    Any, object, list, dict[str, Any], dict[int, str], bytes, Bed, Visit, SerializeAsAny[Patient], Openly, Dumped, Listed,
-    Iterated, Computed, Restated, Named, Kind, Annotated[int, PlainSerializer(lambda number: number)],
+    Any, object, list, dict[str, Any], dict[int, str], bytes, Bed, Visit, SerializeAsAny[Patient], Openly, Dumped,
+    Listed, Iterated, Computed, Restated, Named, Kind, Annotated[int, PlainSerializer(lambda number: number)],
 ]  # fmt: skip
 
 
