@@ -15,11 +15,11 @@ from typing import Any
 from apcore import ModuleDescriptor, errors
 from apcore.utils.redaction import REDACTED_VALUE
 from pydantic import ValidationError
-from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
 from .faults import FAULTS_MAX, fault_at, pydantic_faults, schema_faults
 from .functions import function_of
+from .hints import ReadForm, holds_secret, read_form
 from .schemas import (
     IN_PLACE,
     OTHER_PROPERTIES,
@@ -54,6 +54,8 @@ class Arguments:
         if self.function is not None and self.function.model not in (None, self.model):
             self.model = self.function.model
             self.declared = self.model.model_json_schema()
+        if isinstance(self.model, ModelType) and holds_secret(self.model):
+            self.declared = read_form(self.model)
 
     @cached_property
     def _inlined(self) -> JSONSchema:
@@ -143,7 +145,7 @@ _PATHS = "x-alias-paths"
 _OWN_READING = "x-own-reading"
 
 
-class _WithSpellings(GenerateJsonSchema):
+class _WithSpellings(ReadForm):
     """Writes the names of fields, and beside each field the paths of its aliases: `[["pin"], ["card", 0]]`. What an
     author's validator reads is described by what it stands before, and said to be read in a way of his own."""
 

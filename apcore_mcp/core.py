@@ -72,8 +72,10 @@ from .discovery import Folder
 from .execution import daemon_threads, steps_in_place
 from .faults import faults_in, schema_faults
 from .functions import Function, function_of
+from .hints import marks_of, marks_of_hint
 from .log import one_line, values_hidden
 from .options import Options, options_of
+from .output import Output, RefusedOutput
 from .schemas import (
     FOREIGN_REFERENCES,
     JSONObject,
@@ -81,8 +83,6 @@ from .schemas import (
     admits_object,
     integral,
     is_valid,
-    marks_of,
-    marks_of_hint,
     marks_of_schema,
     marks_sensitive,
     media_types_of,
@@ -92,7 +92,7 @@ from .schemas import (
     subschemas,
     text_of,
 )
-from .values import Output, RefusedOutput, as_json, marks_in, not_json, redact
+from .values import as_json, marks_in, not_json, redact
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, ServerRequestContext
@@ -268,7 +268,7 @@ class Tool:
         self.output = Output(module, descriptor, function)
         self.redacts = options.redact_output
         output_schema = self.output.schema
-        self.marks = [marks_of_schema(output_schema)] if self.redacts and marks_sensitive(output_schema) else []
+        self.marks = self.output.marks if self.redacts else []
         self.media = media_types_of(output_schema)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
         promise = promise_of(output_schema) if output_schema else {"type": "null"}
@@ -293,6 +293,9 @@ class Tool:
             warnings.append(f"of its input schema, this is not sent: {', '.join(sorted(foreign))}")
         if self.output.fault:
             warnings.append(f"it is served without its output schema: {self.output.fault}")
+        if self.output.unsent:
+            unsent = ", ".join(self.output.unsent)
+            warnings.append(f"pydantic does not know these fields, and they are not sent: {unsent}")
         return warnings
 
     def _resources(self) -> list[tuple[JSONObject, JSONObject]]:
@@ -318,9 +321,15 @@ class Tool:
 
     @property
     def examples(self) -> list[JSONObject]:
-        """The module's own examples that are valid calls, in plain JSON types."""
+        """The module's own examples that are valid calls, in plain JSON types, without what is marked."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
-            return [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
+            valid = [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
+            marks = marks_of_schema(self.input_schema)
+            for one in valid:
+                one["inputs"] = redact(one["inputs"], marks, hides_others=False)
+                if "output" in one:
+                    one["output"] = redact(one["output"], *self.marks)
+            return valid
         return []
 
 
@@ -581,7 +590,7 @@ class _ErrorMapper:
         if error.code == "MODULE_TIMEOUT" and "timeout_ms" in facts:
             report["error_details"] = {"timeout_ms": facts["timeout_ms"]}
         if error.code == "OUTPUT_SERIALIZATION_ERROR":
-            found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*", error.message)
+            found = re.search(r"(nan|-?inf|NaN|-?Infinity|NaT) at .*|two keys are .*", error.message)
             text += f": {found[0]}" if found and not is_withheld and not self.tool.marks else ""
             text += " (the tool has run)"
         if is_own and not is_withheld and error.code not in errors.ErrorCodeRegistry().all_codes:
@@ -774,8 +783,7 @@ class Call:
         self.modules[id(module)] = (module_id, module)
 
     def write(self, output: Any) -> JSONObject:
-        written = self.tool.output.write(output, self.tool.redacts)
-        self.output_json = to_json(written)
+        written, self.output_json = self.tool.output.write(output, self.tool.redacts)
         return written
 
     def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
@@ -1363,6 +1371,8 @@ async def _log_start(bridge: Bridge, address: str) -> None:
         logger.warning(nothing, "The ACL leaves out all modules, for callers without an identity")
     if options.approval != "deny" and bridge.is_unprotected:
         logger.warning("Clients may reach %s*: protect them by an ACL or an approval handler", CONTROL)
+    if any(tool.module_id.startswith("system.") for tool in tools):
+        logger.warning("apcore's system.* are tools, and tell callers everybody's errors: exclude= leaves them out")
     if is_public and not bridge.catalog.acls:
         everybody = "Everybody who can reach %s may call these tools: there is neither a login (middleware) nor an ACL"
         logger.warning(everybody, options.host)

@@ -35,7 +35,8 @@ from pydantic import BaseModel
 from .call import RunningCall, call_of
 from .conversation import silence
 from .functions import Function, function_of
-from .schemas import ModelType, marks_of
+from .hints import marks_of
+from .schemas import ModelType
 
 __all__ = ["THREADS_MAX", "busy_threads", "daemon_threads", "steps_in_place"]
 

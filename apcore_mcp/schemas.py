@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Annotated, Any, Literal, cast
@@ -296,38 +295,6 @@ class SchemaConverter:
         return schema
 
 
-# ---- What pydantic writes ----
-
-
-class _WrittenForm(GenerateJsonSchema):
-    """The JSON schema of what pydantic writes, not of what it reads; `{}` for what JSON Schema cannot say."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
-        return {}
-
-    def ser_schema(self, schema: Any) -> JSONSchema | None:
-        if schema["type"].startswith("function") and schema.get("return_schema") is None:
-            return {"$comment": "as a serializer without a return type writes it"}
-        return super().ser_schema(schema)
-
-
-# To write the schema of a model takes longer than all else at a start; nothing is kept of a class that is gone.
-_WRITTEN_FORMS: weakref.WeakKeyDictionary[type, JSONSchema] = weakref.WeakKeyDictionary()
-
-
-def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
-    """The JSON schema of what pydantic writes by a model or another hint, which an `adapter` has at hand."""
-    if isinstance(hint, type) and hint in _WRITTEN_FORMS:
-        return _WRITTEN_FORMS[hint]
-    schema = (adapter or TypeAdapter(hint)).json_schema(mode="serialization", schema_generator=_WrittenForm)
-    if isinstance(hint, type):
-        _WRITTEN_FORMS[hint] = schema
-    return schema
-
-
 # ---- What is advertised ----
 
 
@@ -401,16 +368,17 @@ _PROMISED = frozenset(
 )
 
 
-def promise_of(schema: JSONSchema) -> JSONSchema:
-    """What holds of each value that is sent by `schema`: never stricter than `schema` itself."""
-    promise = {key: value for key, value in schema.items() if key in _PROMISED}
+def promise_of(schema: JSONSchema, *more: str) -> JSONSchema:
+    """What holds of each value that is sent by `schema`: never stricter than `schema` itself. `more` are keywords that
+    it says beside those that are advertised."""
+    promise = {key: value for key, value in schema.items() if key in _PROMISED or key in more}
     if "prefixItems" in schema:  # AJV, by draft 7, would hold `items` against all of them
         promise["items"] = {}
     if "patternProperties" in schema or schema.get("additionalProperties") is False:
         promise.pop("additionalProperties", None)
     if "oneOf" in promise:  # without the keywords that are left out, a value may fit several branches
         promise["anyOf"] = promise.pop("oneOf")
-    promise = map_subschemas(promise, lambda inner, _: promise_of(inner))
+    promise = map_subschemas(promise, lambda inner, _: promise_of(inner, *more))
     # A default need not fit its field, as in `size: int = None`: pydantic and apcore do not check it.
     return nullable(promise) if schema.get("default", promise) is None else promise
 
@@ -433,36 +401,3 @@ def marks_of_schema(schema: JSONSchema) -> JSONSchema:
         return map_subschemas({key: value for key, value in part.items() if key in _WITH_SCHEMAS}, outline)
 
     return outline(schema) if marks_sensitive(schema) else {}
-
-
-def _marks_in_form(schema: JSONSchema) -> JSONSchema:
-    """The marks of a schema with references; where these cannot be followed, any mark stands for the whole."""
-    try:
-        return marks_of_schema(SchemaConverter().inline(schema))
-    except UnconvertibleSchema:
-        return {"x-sensitive": True} if mentions_mark(schema) else {}
-
-
-def marks_of_hint(hint: Any) -> JSONSchema:
-    """The marks of what pydantic writes by a return hint."""
-    return _marks_in_form(written_form(hint))
-
-
-# What is marked in the models and dict schemas of modules; nothing is kept of a class that is gone.
-_MARKS_OF: weakref.WeakKeyDictionary[Any, JSONSchema] = weakref.WeakKeyDictionary()
-
-
-def marks_of(schema: Any) -> JSONSchema:
-    """The marks of a model, a dataclass or what apcore makes of a dict schema, both as values are read and as they are
-    written by it. All is marked where a model cannot be read: it may be a user's own class."""
-    if schema is None or isinstance(schema, dict):
-        return marks_of_schema(schema or {})
-    if schema not in _MARKS_OF:
-        marks: JSONSchema = {"x-sensitive": True} if hasattr(schema, "model_json_schema") else {}
-        with suppress(Exception):
-            forms = [schema.model_json_schema()] if marks else []
-            forms += [written_form(schema)] if isinstance(schema, type) else []
-            marked = [*filter(None, map(_marks_in_form, forms))]
-            marks = {"anyOf": marked} if marked else {}
-        _MARKS_OF[schema] = marks
-    return _MARKS_OF[schema]

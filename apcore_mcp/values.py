@@ -1,13 +1,12 @@
-"""Values: what a module gives, checked and written once as plain JSON.
+"""Values: any value as plain JSON, and without what is marked as sensitive.
 
-Functions of values and of what declares them, with nothing of MCP in them. What is marked as sensitive is hidden here.
+Functions of values, with nothing of MCP in them.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -15,34 +14,15 @@ from contextlib import suppress
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
-from typing import Any, TypeGuard, get_origin
+from typing import Any, TypeGuard
 
-from apcore import ModuleDescriptor, ModuleError, errors
+from apcore import ModuleError
 from apcore.utils.redaction import REDACTED_VALUE
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from .faults import fault_at, faults_in, pydantic_faults
-from .functions import Function
-from .schemas import (
-    JSONObject,
-    JSONSchema,
-    ModelType,
-    SchemaConverter,
-    UnconvertibleSchema,
-    admits_object,
-    in_place,
-    is_json,
-    marks_of,
-    mentions_mark,
-    part_schemas,
-    plain_json,
-    properties_of,
-    subschemas,
-    text_of,
-    types_of,
-    written_form,
-)
+from .hints import DECIMAL, how_written, marks_of
+from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_of, text_of, types_of
 
 # ---- Secrets ----
 
@@ -71,16 +51,6 @@ def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
 
 
 # ---- Output ----
-
-
-class RefusedOutput(errors.SchemaValidationError):
-    """The output of a module does not fit what it declares: the module has run."""
-
-    def __init__(self, faults: list[dict[str, str]], output: Any) -> None:
-        kind = f"{type(output).__module__}.{type(output).__qualname__}"
-        # No messages, which quote values.
-        places = ", ".join(f"{fault['field'] or '(root)'}: {fault['code']}" for fault in faults)
-        super().__init__(f"Output validation failed: {places} (it is a {kind})", faults)
 
 
 def not_json(error: Exception) -> ModuleError:
@@ -164,23 +134,26 @@ def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
     return moment(value) if kind in ("M", "m") else plain
 
 
-def _without_numpy(value: Any) -> Any:
+def without_numpy(value: Any) -> Any:
     """Copy containers, at every depth, with the values of NumPy's arrays and scalars, in Python's types."""
     value = _unpacked(value, _moment)
     if isinstance(value, dict):
-        return {_without_numpy(name): _without_numpy(item) for name, item in value.items()}
-    return type(value)(map(_without_numpy, value)) if type(value) in (list, tuple, set) else value
+        return {without_numpy(name): without_numpy(item) for name, item in value.items()}
+    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple, set) else value
 
 
 def _name_in_json(key: Any) -> str:
-    key = _unpacked(key)
-    return key if isinstance(key, str) else next(iter(from_json(to_json({key: None}, fallback=_unknown))))
+    if isinstance(key, str):
+        return key
+    name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
+    return name
 
 
 _NO_FORM = object()
+_PLAIN = (str, bool, int, float)
 
 
-def _dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
+def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
     """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
     where it cannot."""
     form: Any = _NO_FORM
@@ -205,8 +178,11 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
     model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
     if isinstance(value, BaseModel):
-        _check_values(value, place.removeprefix("the root"))
-        value, form = _dumped(value.model_dump, value.model_dump_json)
+        check_values(value, place.removeprefix("the root"))
+        value, form = dumped(value.model_dump, value.model_dump_json)
+    types = {name for schema in schemas for name in types_of(schema)}
+    if type(value) in (int, float) and "number" not in types and any(each.get("format") == DECIMAL for each in schemas):
+        return str(value)  # where a Decimal was meant
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
     if isinstance(value, datetime | timedelta) and not is_nat:
         pandas: Any = value  # whose nanoseconds pydantic would cut
@@ -215,14 +191,13 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if form is not _NO_FORM and not is_nat and _is_written(value, form):
         return form
     if isinstance(value, Decimal) and value.is_finite():
-        types = {name for schema in schemas for name in types_of(schema)}
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
-    if value is None or type(value) in (str, bool, int, float):
+    if value is None or type(value) in _PLAIN:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_dataclass(value):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     prefix = "" if place == "the root" else f"{place}."
     if isinstance(value, Mapping):
@@ -234,7 +209,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
             written[name] = as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
         return written
-    if _is_array(value):
+    if is_array(value):
         parts = [[*in_place(*part_schemas(schemas, i))] for i in range(len(value))] if schemas else [[]] * len(value)
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
         return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
@@ -245,154 +220,97 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
 
 
-def _is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
+def is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
     """Whether JSON has an array for it."""
     return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
 
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What stands in a value, by the names under which it is written."""
-    if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        parts = [((name in fields and fields[name].serialization_alias) or name, item) for name, item in value]
-        computed = type(value).model_computed_fields
-        return parts + [(field.alias or name, getattr(value, name)) for name, field in computed.items()]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+    """What stands in a value, by the names under which it is written. Of a model, its attributes: what it iterates over
+    may be something else."""
+    if isinstance(value, BaseModel) or _is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value)] if _is_dataclass(value) else []
+        parts = {name: getattr(value, name, None) for name in names} | getattr(value, "__dict__", {})
+        parts |= getattr(value, "model_extra", None) or {}
+        written = how_written(type(value))
+        parts |= {name: getattr(value, name) for name in written.computed}
+        return [(written.names.get(name, name), item) for name, item in parts.items()]
     if isinstance(value, Mapping):
         return [(_name_in_json(key), item) for key, item in value.items()]
-    return enumerate(value) if _is_array(value) else ()
+    return enumerate(value) if is_array(value) else ()
 
 
-def _check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
+def check_names(value: Any, place: str = "") -> None:
+    """Raise ValueError for two keys that are one name in JSON, of which pydantic would drop one."""
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Mapping):
+        names = set[str]()
+        for key, item in value.items():
+            name = _name_in_json(key)
+            if name in names:
+                raise ValueError(f"two keys are {name!r} at {place.strip('.') or 'the root'}")
+            names.add(name)
+            check_names(item, f"{place}.{name}")
+    elif is_array(value):
+        for index, item in enumerate(value):
+            check_names(item, f"{place}.{index}")
+
+
+def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
     """Raise ValueError for the first number in `value` that JSON cannot say ("nan at items.0.qty"), unless a model says
     how its own are written, by `ser_json_inf_nan`; TypeError for an iterator, which pydantic would use up."""
+    if value is None or type(value) in (str, bool, int):
+        return
     if isinstance(value, Iterator):
         _unknown(value)
     if isinstance(value, float | Decimal) and not math.isfinite(value) and not allows_nan:
         raise ValueError(f"{value} at {place.strip('.') or 'the root'}")
     if isinstance(value, BaseModel):
         allows_nan = type(value).model_config.get("ser_json_inf_nan") in ("null", "strings")
-    for name, item in _parts_of(value):
-        _check_values(item, f"{place}.{name}", allows_nan)
+    if isinstance(value, RootModel):
+        check_values(value.root, place, allows_nan)
+    else:
+        for name, item in _parts_of(value):
+            check_values(item, f"{place}.{name}", allows_nan)
 
 
-def marks_in(value: Any) -> JSONSchema:
-    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}]}` beside
-    its own; `{}` where no model in it marks anything."""
+def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
+    """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}], ...}`
+    beside its own; `{}` where no model in it marks anything. In a place where nothing is known to stand, all of them
+    hold. What an author writes in a form of his own is marked as a whole, and so is an object that holds one."""
+    if value is None or type(value) in _PLAIN:
+        return {}
     value = _unpacked(value)
-    parts = {name: marks_in(item) for name, item in _parts_of(value)}
     own = marks_of(type(value))
-    if not any(parts.values()):
+    if isinstance(value, RootModel | Enum):
+        inner = marks_in(value.root if isinstance(value, RootModel) else value.value, is_inside)
+        is_whole = isinstance(value, RootModel) and how_written(type(value)).is_rewritten
+        return {"anyOf": [own, {"x-sensitive": True} if inner and is_whole else inner]} if inner else own
+    is_object = not (isinstance(value, BaseModel | Mapping) or _is_dataclass(value) or is_array(value))
+    if is_object:
+        held = [*getattr(value, "__dict__", {}).values(), *getattr(value, "args", ())]  # of an exception
+        if is_inside or callable(value):
+            return own
+        return {"x-sensitive": True} if any(marks_in(item, is_inside=True) for item in held) else own
+    parts = {name: marks_in(item, is_inside) for name, item in _parts_of(value)}
+    others: JSONSchema = {}
+    if isinstance(value, BaseModel) or _is_dataclass(value):
+        written = how_written(type(value))
+        for name, part in parts.items():
+            if part and (written.is_rewritten or name in written.rewritten):
+                parts[name] = {"x-sensitive": True}
+        if written.is_rewritten and (own or any(parts.values())):
+            others = {"x-sensitive": True}  # of a list, which its author may make of it
+    marked = [part for part in parts.values() if part]
+    if is_array(value):
+        inner = {"prefixItems": [*parts.values()], "items": {"anyOf": marked}}
+    else:
+        inner = {"properties": parts, "additionalProperties": {"anyOf": marked}}
+    if not marked and not others:
         return own
-    is_array = _is_array(value)
-    inner = {"prefixItems": [*parts.values()]} if is_array else {"properties": parts, "additionalProperties": {}}
-    return {"anyOf": [own, inner]}
-
-
-def _is_open(schema: JSONSchema) -> bool:
-    """Whether `schema` leaves open how a value is written: it takes any value, or bytes."""
-    is_any = not schema.keys() - {"title", "description", "default", "examples", "deprecated"}
-    is_bytes = schema.get("format") == "binary" or "contentEncoding" in schema
-    return is_any or is_bytes or schema.get("additionalProperties") is True
-
-
-_CHECKS = ConfigDict(revalidate_instances="always", arbitrary_types_allowed=True)
-
-
-class Output:
-    """What a module gives: checked by what declares it, and written once, in the form that `schema` describes.
-
-    A function's return hint and a class's model are pydantic's, which checks and writes by them: its serializers and
-    aliases hold. A dict schema, and what nothing declares, is written by JSON's rules. Everything but a dict and a
-    model is put under `result`, as apcore promises it, and so is a model that is no object."""
-
-    def __init__(self, module: Any, descriptor: ModuleDescriptor, function: Function | None) -> None:
-        self._function = function
-        self._declared = getattr(module, "output_schema", None)
-        self._adapter: TypeAdapter[Any] | None = None
-        schema = descriptor.output_schema
-        if function is not None and get_origin(function.returns) is dict:
-            self._adapter = TypeAdapter(function.returns, config=_CHECKS)
-            schema = written_form(function.returns, self._adapter)
-        elif isinstance(self._declared, ModelType) and (function is None or function.returns is not dict):
-            self._adapter = TypeAdapter(self._declared)
-            if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
-                self._adapter = TypeAdapter(create_model("Result", __config__=_CHECKS, result=(function.returns, ...)))
-            schema = written_form(self._declared, self._adapter)
-        self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be
-        self.fault = ""  # why it cannot be
-        try:
-            self.schema = SchemaConverter(self._declared if self._adapter else None).inline(schema)
-        except UnconvertibleSchema as error:
-            if mentions_mark(schema):
-                raise
-            self.fault = str(error)
-        self._is_root = function is not None and self._adapter is not None and not admits_object(self.schema)
-        if self._is_root:  # a RootModel of a list
-            self.schema = {"type": "object", "properties": {"result": self.schema}, "required": ["result"]}
-        # What JSON Schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
-        self._is_open = not self.schema or any(map(_is_open, subschemas(self.schema)))
-
-    def write(self, output: Any, redacts: bool) -> JSONObject:
-        """What a module gave as plain JSON; RefusedOutput for what does not fit. With `redacts`, what models mark is
-        hidden that `schema` does not describe."""
-        function = self._function
-        if function is not None and function.is_wrapped:
-            output = {"result": output}
-        given = output  # with its models, which may mark something
-        if function is not None and function.is_foreign:
-            output = function.output(output)
-        elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
-            output = {}
-        try:
-            written, is_described = self._serialize(output)
-            if redacts and not (is_described and output is given):
-                written = redact(written, marks_in(given))
-            if self._is_root:
-                written = {"result": written}
-        except (errors.SchemaValidationError, ModuleError):
-            raise
-        except Exception as error:  # a module's own __str__ may raise anything
-            raise not_json(error) from None
-        if not isinstance(written, dict):
-            raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], output)
-        return written
-
-    def _serialize(self, output: Any) -> tuple[Any, bool]:
-        """What a module gave as plain JSON, and whether there is no model in it that `schema` does not describe."""
-        if self._adapter is not None:
-            checked = self._validate(self._adapter, output)
-            dump = functools.partial(self._adapter.dump_python, checked)
-            written = None if self._is_open else dump(mode="json", by_alias=True, warnings=False)
-            if written is not None and is_json(written):
-                return written, True
-            _check_values(checked)
-            python, form = _dumped(dump, functools.partial(self._adapter.dump_json, checked))
-            return plain_json(as_json(python, form=form)), not self._is_open
-        written = None
-        is_plain = False
-        with suppress(ValueError, TypeError):
-            written = plain_json(output)
-            is_plain = bool(written == output)  # not the key 1, a date or a set
-        if not is_plain:
-            written = plain_json(as_json(output, [*in_place(self.schema)]))
-        if self._declared is not None and not isinstance(self._declared, ModelType):
-            try:
-                self._declared.model_validate(written, strict=True)
-            except errors.SchemaValidationError as error:
-                raise RefusedOutput(faults_in(error), output) from None
-        return written, is_plain
-
-    def _validate(self, adapter: TypeAdapter[Any], output: Any) -> Any:
-        with suppress(ValidationError):
-            return adapter.validate_python(output, strict=True)
-        plain = _without_numpy(output)
-        try:
-            return adapter.validate_python(plain, strict=True)
-        except ValidationError as error:
-            with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
-                if not marks_in(output):  # what another type marks would be sent
-                    return adapter.validate_json(to_json(plain, bytes_mode="utf8"), strict=True)
-            is_wrapped = self._function is not None and self._function.is_wrapped
-            raise RefusedOutput(pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
+    return {"anyOf": [own, {"items": others}, inner if marked else {}]}

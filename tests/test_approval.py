@@ -182,6 +182,7 @@ def test_a_start_warns_of_unprotected_control_modules(
         with serving(executor, **options):
             pass
         assert ("system.control" in caplog.text and "ACL" in caplog.text) == (warns and acl is None)
+        assert "apcore's system.* are tools" in caplog.text
 
 
 class Judge:

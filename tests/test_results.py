@@ -8,20 +8,31 @@ import base64
 import enum
 import json
 import math
+import typing
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import pytest
 from apcore import Executor, FunctionModule, Middleware, Registry
 from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, RootModel, computed_field, field_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    RootModel,
+    computed_field,
+    field_serializer,
+    model_validator,
+)
 from support import (
     REDACTED,
     Array,
@@ -35,6 +46,7 @@ from support import (
     parsed,
     success_text,
 )
+from typing_extensions import TypedDict
 
 from apcore_mcp import run_openai_call
 
@@ -338,7 +350,7 @@ UNSAYABLE: dict[str, tuple[Any, str]] = {
     "decimal": ({"value": Decimal("NaN")}, ": NaN at value"),
     "cycle": (CYCLE, ""),
     "surrogate": ({"value": "a\ud800b"}, ""),
-    "keys": ({"value": {1: "a", "1": "b"}}, ""),
+    "keys": ({"value": {1: "a", "1": "b"}}, ": two keys are '1' at value"),
 }
 """What a module gives, and how the sentence goes on."""
 
@@ -768,7 +780,7 @@ async def test_serializers_of_pydantics_hold(hint: Any, value: Any, sent: Any) -
         (dict, {"a": Averaged(numbers=[])}, ": nan at a.mean"),
         (PricedAndMore, PricedAndMore(price=ONE, more=deque([NAN])), ": nan at more.0"),
         (MeanAndMore, MeanAndMore(mean=1, more={"a": Array([1, NAN])}), ": nan at more.a.1"),
-        (PricedAndMore, PricedAndMore(price=ONE, more={1: "a", "1": "b"}), ""),
+        (PricedAndMore, PricedAndMore(price=ONE, more={1: "a", "1": "b"}), ": two keys are '1' at more"),
     ],
     ids="computed beside-any in-a-list in-a-dict deque array keys".split(),
 )
@@ -802,9 +814,9 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (dict[str, int], {"a": 1.5}, "a"),
     (dict[str, Annotated[float, Field(le=1)]], {"a": 1.7}, "a"),
     (list[Annotated[int, Field(ge=1)]], [1, 0], "result.1"),
-    (Cart, Cart([Item(ONE)], "one"), "result"),  # type: ignore[arg-type]
-    (Cart, Cart([Item(ONE)], None), "result"),  # type: ignore[arg-type]
-    (list[Cart], [Cart([Item("dear")], 1)], "result.0"),  # type: ignore[arg-type]
+    (Cart, Cart([Item(ONE)], "one"), "result.count"),  # type: ignore[arg-type]
+    (Cart, Cart([Item(ONE)], None), "result.count"),  # type: ignore[arg-type]
+    (list[Cart], [Cart([Item("dear")], 1)], ""),  # type: ignore[arg-type]
     (int, MONTHS, "result"),
     (list[float], Moments([MONTHS]), "result"),
     (timedelta, MONTHS, "result"),
@@ -824,6 +836,171 @@ async def test_what_does_not_fit_its_hint_is_refused(
     if field:
         assert [name for name, _, _ in lines_of(report, OUTPUT)] == [field]
         assert f"(it is a {type(value).__module__}.{type(value).__qualname__})" in errors_logged(caplog)[0].getMessage()
+
+
+# ---- A value is sent as it was returned ----
+
+
+@dataclass
+class Flour:
+    grams: float
+    scale: InitVar[float] = 1000.0
+
+    def __post_init__(self, scale: float) -> None:
+        self.grams /= scale
+
+
+class Oven(BaseModel):
+    degrees: float
+    tag: str = Field(default_factory=lambda: pytest.fail("made anew"))
+
+    @model_validator(mode="after")
+    def kelvin(self) -> Any:
+        self.degrees += 273
+        return self
+
+
+class Kitchen(BaseModel):
+    oven: Oven
+    when: date = date(2026, 2, 3)
+
+
+class Stay(TypedDict):
+    nights: Annotated[int, Field(ge=1)]
+
+
+@dataclass
+class Trip:
+    day: date
+    price: Decimal = Decimal(0)
+    stops: list[str] = field(default_factory=list)
+    kind: Literal["bus", "train"] = "bus"
+    stay: Stay | None = None
+    seats: Annotated[int, Field(ge=1)] = 1
+
+
+def trip(**changed: Any) -> Trip:
+    """One whose fields were changed after it was made."""
+    made = Trip(date(2026, 2, 3))
+    vars(made).update(changed)
+    return made
+
+
+FLOUR, OVEN = Flour(2500), Oven(degrees=200, tag="a")
+HOT = {"degrees": 473.0, "tag": "a"}
+DAY = "2026-02-03"
+TRIP = {"day": DAY, "price": "0", "stops": [], "kind": "bus", "stay": None, "seats": 1}
+RETURNED: dict[str, tuple[Any, Any, Any]] = {
+    "dataclass": (Flour, FLOUR, {"grams": 2.5}),
+    "in_a_list": (list[Flour], [FLOUR], [{"grams": 2.5}]),
+    "in_another_container": (list[Flour], (FLOUR,), [{"grams": 2.5}]),
+    "in_a_union": (Flour | None, FLOUR, {"grams": 2.5}),
+    "of_a_validator": (list[Oven], [OVEN], [HOT]),
+    "in_a_hint": (Annotated[Oven, AfterValidator(lambda oven: pytest.fail("checked again"))], OVEN, HOT),
+    "in_a_row": (dict[str, list[Kitchen]], {"a": [{"oven": OVEN}]}, {"a": [{"oven": HOT, "when": DAY}]}),
+    "beside_a_text": (list[Kitchen], [{"oven": OVEN, "when": DAY}], [{"oven": HOT, "when": DAY}]),
+    "a_row": (list[Flour], [{"grams": 2500.0}], [{"grams": 2.5}]),
+    "an_iso_date": (Trip, trip(day=DAY), TRIP),
+    "an_int": (Trip, trip(price=3), {**TRIP, "price": "3"}),
+    "a_tuple": (Trip, trip(stops=("Rome",)), {**TRIP, "stops": ["Rome"]}),
+}
+"""A hint, what is returned by it, and what is sent, however often."""
+
+
+@pytest.mark.parametrize("name", RETURNED)
+async def test_an_instance_is_sent_as_it_is(name: str) -> None:
+    hint, value, sent = RETURNED[name]
+    registry = Registry()
+    registry.register("a.one", FunctionModule(returning(hint, value), "a.one"))
+    async with connect(registry) as client:
+        for _ in range(2):
+            result = parsed(success_text(await client.call_tool("a.one", {})))
+            assert result == (sent if typing.get_origin(hint) is dict else {"result": sent}), name
+
+
+async def test_an_instance_of_a_class_is_sent_as_it_is() -> None:
+    modules = {"a.model": gives(OVEN, output_schema=Oven), "a.dict": gives({"oven": OVEN}, output_schema=Kitchen)}
+    async with connect(modules) as client:
+        for _ in range(2):
+            assert (await client.call_tool("a.model", {})).structured_content == HOT
+            assert (await client.call_tool("a.dict", {})).structured_content == {"oven": HOT, "when": DAY}
+
+
+CHANGED: dict[str, tuple[Any, Any, str]] = {
+    "type": (Trip, trip(seats="two"), "result.seats"),
+    "bound": (list[Trip], [trip(), trip(seats=0)], "result.1.seats"),
+    "literal": (Trip, trip(kind="boat"), "result.kind"),
+    "format": (Trip, trip(day="tomorrow"), "result.day"),
+    "none": (Trip, trip(stops=None), "result.stops"),
+    "missing": (Trip, trip(stay={}), "result.stay.nights"),
+    "inside": (Trip, trip(stay={"nights": 0}), "result.stay.nights"),
+    "constructed": (Kitchen, Kitchen.model_construct(), "oven"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+async def test_an_instance_that_does_not_fit_is_refused(name: str) -> None:
+    """By its whole path. The client would refuse all of the answer."""
+    hint, value, field = CHANGED[name]
+    registry = Registry()
+    registry.register("a.one", FunctionModule(returning(hint, value), "a.one"))
+    async with connect(registry) as client:
+        report = failure(await client.call_tool("a.one", {}))
+    assert field in {name for name, _, _ in lines_of(report, OUTPUT)}
+
+
+async def test_a_field_that_pydantic_does_not_know_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass
+    class Loaf:
+        kind: str
+        slices: int = field(init=False)
+
+        def __post_init__(self) -> None:
+            self.slices = 12
+
+    registry = Registry()
+    registry.register("a.loaf", FunctionModule(returning(list[Loaf], [Loaf("rye")]), "a.loaf"))
+    async with connect(registry) as client:
+        assert parsed(success_text(await client.call_tool("a.loaf", {}))) == {"result": [{"kind": "rye"}]}
+    assert "Loaf.slices" in caplog.text
+
+
+PAIR = {7: "the cat", "7": "the dog"}
+
+
+class Moment(datetime):
+    """As pandas': it has more than one for a text."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+MOMENTS = {datetime(2026, 2, 3): 1.0, Moment(2026, 2, 3): 2.0}
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "name"),
+    [
+        (dict[int | str, str], PAIR, "7"),
+        (dict[str, dict[Any, str]], {"first": PAIR}, "7"),
+        (list[dict[Any, Any]], [PAIR], "7"),
+        (dict[str | None, int], {None: 3, "None": 1}, "None"),
+        (dict[datetime, float], MOMENTS, "2026-02-03T00:00:00"),
+        (PricedAndMore, PricedAndMore(price=ONE, more=PAIR), "7"),
+        (Any, PAIR, "7"),
+    ],
+    ids=str,
+)
+async def test_two_keys_of_one_name_are_an_error(hint: Any, value: Any, name: str) -> None:
+    """Before pydantic drops one."""
+    registry = Registry()
+    registry.register("a.one", FunctionModule(returning(hint, value), "a.one"))
+    async with connect(registry) as client:
+        told = failure(await client.call_tool("a.one", {}))["error_message"]
+    assert told.startswith(f"Failed to serialize module output: two keys are '{name}' at ")
 
 
 async def test_by_a_dict_schema_json_decides() -> None:

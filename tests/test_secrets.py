@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import enum
 import json
 import logging
 import re
@@ -23,16 +24,34 @@ from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, M
 from apcore.approval import AlwaysDenyHandler
 from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
+from apcore.module import ModuleExample
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
-from pydantic import BaseModel, ConfigDict, Field, RootModel, SecretStr, computed_field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    RootModel,
+    Secret,
+    SecretStr,
+    SerializeAsAny,
+    TypeAdapter,
+    WithJsonSchema,
+    computed_field,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
 from support import (
     REDACTED,
     SECRET_TEXT,
     SECRETIVE,
     Array,
     StreamingModule,
+    accept,
+    asking,
     calls,
     errors_logged,
     everything_logged,
@@ -43,8 +62,11 @@ from support import (
     parsed,
     success_text,
 )
+from typing_extensions import TypedDict
 
 from apcore_mcp import run_openai_call
+from apcore_mcp.core import Catalog, options_of
+from apcore_mcp.hints import core_schema_of, is_open
 
 SECRET_PIN = 918273645
 
@@ -773,6 +795,181 @@ async def test_a_root_model_is_redacted() -> None:
     async with connect(registry) as client:
         text = (await client.call_tool("a.ward", {})).model_dump_json(by_alias=True)
     assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, True, False)
+
+
+# ---- What a hint leaves open ----
+
+
+class Public(BaseModel):
+    name: str = "Ann"
+
+
+class Private(Public):
+    ssn: str = Field(SECRET_TEXT, json_schema_extra={"x-sensitive": True})
+
+
+class Described(BaseModel):
+    """A field of type Any, with other keywords beside it."""
+
+    held: Any = Field(None, title="Held", description="Anything", serialization_alias="kept")
+
+
+class Openly(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Dumped(BaseModel):
+    held: list[Any]
+
+    @field_serializer("held")
+    def as_text(self, held: list[Any]):  # type: ignore[no-untyped-def]
+        return [each if isinstance(each, int) else {"a": each.name, "b": each.ssn} for each in reversed(held)]
+
+
+class Listed(BaseModel):
+    held: Any
+
+    @model_serializer
+    def as_list(self):  # type: ignore[no-untyped-def]
+        return [1, self.held]
+
+
+class Iterated(RootModel[list[Any]]):
+    """As pydantic's documentation recommends it."""
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class Computed(BaseModel):
+    @computed_field(title="First", alias="first")  # type: ignore[prop-decorator]
+    @property
+    def held(self) -> Any:
+        return [PATIENT]
+
+
+class Subclasses(BaseModel):
+    held: list[SerializeAsAny[Public]]
+
+
+class Restated(BaseModel):
+    held: Annotated[Patient, WithJsonSchema({"type": "object"})]
+
+
+class Kind(enum.Enum):
+    PATIENT = PATIENT
+
+
+class Named(TypedDict):
+    held: Any
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.patient = PATIENT
+
+    def __str__(self) -> str:
+        return SECRET_TEXT
+
+
+PRIVATE = Private()
+OPEN: dict[str, tuple[Any, Any]] = {
+    "sequence": (typing.Sequence[Patient], [PATIENT]),
+    "mutable_sequence": (typing.MutableSequence[Patient], [PATIENT]),
+    "any_with_a_title": (Annotated[Any, Field(title="T")], PATIENT),
+    "any_field": (Described, Described(held=[PATIENT])),
+    "any_field_of_a_row": (list[Described], [{"held": PATIENT}]),
+    "extra": (dict[str, Openly], {"a": Openly(held=PATIENT)}),
+    "untyped_serializer": (list[Dumped], [Dumped(held=[1, PRIVATE])]),
+    "untyped_annotation": (Annotated[list[Any], PlainSerializer(lambda held: held[::-1])], [1, PATIENT]),
+    "untyped_model_serializer": (Any, [Listed(held=PATIENT)]),
+    "root_any": (RootModel[Any], RootModel[Any](PATIENT)),
+    "root_list": (RootModel[list[Any]], RootModel[list[Any]]([1, PATIENT])),
+    "root_dict": (list[RootModel[dict[str, Any]]], [RootModel[dict[str, Any]]({"a": PATIENT})]),
+    "root_that_iterates": (Any, [Iterated([PATIENT])]),
+    "computed": (Computed, Computed()),
+    "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
+    "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),
+    "another_schema": (Restated, Restated(held=PATIENT)),
+    "enum": (Any, [Kind.PATIENT]),
+    "typed_dict": (list[Named], [{"held": PATIENT}]),
+    "object": (Any, [Keeper()]),
+    "error": (Any, [ValueError(PATIENT)]),
+    "secret": (dict[str, Secret[str]], {"a": Secret[str](SECRET_TEXT)}),
+}
+"""A hint, and what is returned by it."""
+
+
+@pytest.mark.parametrize("name", OPEN)
+async def test_nothing_marked_is_sent_where_a_hint_is_open(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither by a function nor by a class, in a stream, or put in by middleware."""
+    hint, value = OPEN[name]
+
+    class Filling(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            return {"held": value} if module_id == "a.filled" else output
+
+    def give() -> None:
+        return value  # type: ignore[no-any-return]
+
+    give.__annotations__["return"] = hint
+    modules = {"a.class": gives({"held": value}), "a.filled": gives({}), "a.stream": StreamingModule([{"held": value}])}
+    registry = registry_of(modules)
+    registry.register("a.function", FunctionModule(give, "a.function"))
+    note, told = noting()
+    async with connect(Executor(registry, middlewares=[Filling()])) as client:
+        for tool in [*modules, "a.function"]:
+            result = await client.call_tool(tool, {}, progress_callback=note)
+            assert not result.is_error or name == "another_class_in_a_field", tool
+            assert SECRET_TEXT not in result.model_dump_json(), tool
+        assert SECRET_TEXT not in (await client.list_tools()).model_dump_json() + str(told) + everything_logged(caplog)
+    assert SECRET_TEXT not in await run_openai_call(registry, "a-function", {})
+
+
+DESCRIBED: list[Any] = [
+    Patient, list[Patient], dict[str, Patient | None], tuple[Patient, int], typing.Sequence[Patient], Patients,
+    dict[str, Secret[int]], Annotated[Any, PlainSerializer(str, return_type=str)],
+]  # fmt: skip
+LEFT_OPEN: list[Any] = [
+    Any, object, list, dict[str, Any], dict[int, str], bytes, Bed, Visit, SerializeAsAny[Patient], Openly, Dumped,
+    Listed, Iterated, Computed, Restated, Named, Kind, Annotated[int, PlainSerializer(lambda number: number)],
+]  # fmt: skip
+
+
+def test_what_is_described_is_told_by_the_core_schema() -> None:
+    """What is of no known kind is open."""
+    assert [hint for hint in DESCRIBED if is_open(core_schema_of(TypeAdapter(hint)))] == []
+    assert [hint for hint in LEFT_OPEN if not is_open(core_schema_of(TypeAdapter(hint)))] == []
+    assert is_open({"type": "of-tomorrow"})
+    assert is_open({"type": "list"})
+
+
+async def test_a_secret_of_any_type_is_a_mark(caplog: pytest.LogCaptureFixture) -> None:
+    """In the question and in what a call fails with."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
+
+    def unlock(locker: int, pin: Secret[int]) -> str:
+        raise InvalidInputError(f"{pin.get_secret_value()} does not open {locker}")
+
+    registry = Registry()
+    apcore_module(unlock, id="a.lock", registry=registry, annotations={"requires_approval": True})
+    options, asked = asking(accept(approve=True))
+    async with connect(registry, client=options) as client:
+        result = await client.call_tool("a.lock", {"locker": 3, "pin": SECRET_PIN})
+    failure(result, "Invalid input")
+    (question,) = asked
+    assert "- locker: 3" in question.message
+    said = result.model_dump_json() + question.model_dump_json() + everything_logged(caplog)
+    assert str(SECRET_PIN) not in said
+
+
+def test_a_marked_example_is_hidden() -> None:
+    """In the Explorer and in the tool document."""
+    examples = [ModuleExample("one", {"token": SECRET_TEXT, "n": 1}, {"token": SECRET_TEXT})]
+    registry = registry_of({"a.login": gives({}, input_schema=SECRETIVE, output_schema=SECRETIVE, examples=examples)})
+    tool = Catalog(options_of("test", registry)).tools["a.login"]
+    (example,) = tool.examples
+    assert (example["inputs"], example["output"]) == ({"token": REDACTED, "n": 1}, {"token": REDACTED})
 
 
 class Person(BaseModel):

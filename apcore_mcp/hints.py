@@ -1,0 +1,416 @@
+"""Hints: what pydantic makes of a return hint or a model, told by its core schema, by which it reads and writes itself.
+
+Functions of core schemas and JSON schemas, with nothing of MCP in them. What a core schema does not say for certain is
+taken for open, so that a new kind of pydantic's, and a pydantic that is not known, hides too much and never too little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+import pydantic
+from pydantic import Secret, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import SchemaValidator, core_schema
+
+from .schemas import (
+    JSONObject,
+    JSONSchema,
+    SchemaConverter,
+    UnconvertibleSchema,
+    branches,
+    marks_of_schema,
+    mentions_mark,
+    properties_of,
+    types_of,
+)
+
+CoreSchema = JSONObject
+
+_KNOWN = pydantic.VERSION.startswith(("2.12.", "2.13.", "2.14."))
+# The kinds of core schemas that write what their JSON schema says, each with the keys of the schemas by which it does.
+_WRITTEN_BY = {
+    kind: keys.split()
+    for kinds, keys in {
+        "none bool int float decimal str date time datetime timedelta uuid complex literal enum url multi-host-url": "",
+        "definition-ref missing-sentinel": "",
+        "list tuple set frozenset": "items_schema",
+        "dict": "keys_schema values_schema",
+        "typed-dict model-fields dataclass-args": "fields",
+        "typed-dict-field model-field dataclass-field model dataclass": "schema",
+        "nullable default custom-error function-before function-after function-wrap": "schema",
+        "computed-field": "return_schema",
+        "union tagged-union": "choices",
+        "json-or-python": "json_schema",
+        "lax-or-strict": "strict_schema",
+        "chain": "steps",
+        "definitions": "schema definitions",
+    }.items()
+    for kind in kinds.split()
+}
+_NO_SCHEMAS = frozenset("metadata config default expected members".split())  # keys of a core schema that hold others
+
+
+def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
+    """By what pydantic reads and writes, also of classes that put it off until they are used."""
+    adapter.rebuild()
+    return cast(CoreSchema, adapter.core_schema)
+
+
+def _schemas(part: Any) -> Iterable[CoreSchema]:
+    """The core schemas that stand under one key, be it one, several, several with labels, or several by names."""
+    if isinstance(part, dict):
+        return [part] if isinstance(part.get("type"), str) else part.values()
+    return [each[0] if isinstance(each, tuple) else each for each in part]
+
+
+def _nodes(schema: Any) -> Iterator[CoreSchema]:
+    """`schema` and all core schemas in it."""
+    if isinstance(schema, dict):
+        yield schema
+        for key, part in schema.items():
+            if key not in _NO_SCHEMAS:
+                yield from _nodes(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from _nodes(part)
+
+
+# ---- JSON schemas of what pydantic reads and writes ----
+
+DECIMAL = "decimal"  # a format of our own, which is not advertised
+UNSAID = "as a serializer without a return type writes it"
+_SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
+
+
+def _is_pydantics(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith("pydantic.")
+
+
+def _is_authors(serializer: JSONObject | None) -> bool:
+    """Whether nothing says what `serializer` writes: an author's without a return type, or `SerializeAsAny`."""
+    if not serializer or "return_schema" in serializer:
+        return False
+    return not _is_pydantics(serializer.get("function"))
+
+
+def _is_secret(schema: CoreSchema) -> bool:
+    """Whether a core schema is that of pydantic's `Secret[...]`, of which its JSON schema says nothing."""
+    return (schema.get("serialization") or {}).get("function") is _SECRET
+
+
+class ReadForm(GenerateJsonSchema):
+    """The JSON schema of what pydantic reads, with a mark for its `Secret[...]`, which has none of pydantic's, and `{}`
+    for what JSON Schema cannot say."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
+        return {}
+
+    def json_or_python_schema(self, schema: Any) -> JSONSchema:
+        form = super().json_or_python_schema(schema)
+        return {**form, "x-sensitive": True} if _is_secret(schema) else form
+
+
+class _WrittenForm(ReadForm):
+    """The JSON schema of what pydantic writes, not of what it reads."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def decimal_schema(self, schema: Any) -> JSONSchema:
+        return {**super().decimal_schema(schema), "format": DECIMAL}
+
+    def ser_schema(self, schema: Any) -> JSONSchema | None:
+        if schema["type"].startswith("function") and _is_authors(schema):
+            return {"$comment": UNSAID}
+        if schema.get("function") is _SECRET:
+            return {"x-sensitive": True}
+        return super().ser_schema(schema)
+
+
+# To write the schema of a model takes longer than all else at a start; nothing is kept of a class that is gone.
+_WRITTEN_FORMS: weakref.WeakKeyDictionary[type, JSONSchema] = weakref.WeakKeyDictionary()
+
+
+def read_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
+    """The JSON schema of what pydantic reads by a model or another hint."""
+    return (adapter or TypeAdapter(hint)).json_schema(schema_generator=ReadForm)
+
+
+def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
+    """The JSON schema of what pydantic writes by a model or another hint, which an `adapter` has at hand."""
+    if isinstance(hint, type) and hint in _WRITTEN_FORMS:
+        return _WRITTEN_FORMS[hint]
+    schema = (adapter or TypeAdapter(hint)).json_schema(mode="serialization", schema_generator=_WrittenForm)
+    if isinstance(hint, type):
+        _WRITTEN_FORMS[hint] = schema
+    return schema
+
+
+# ---- What is marked ----
+
+
+def holds_secret(model: Any) -> bool:
+    """Whether a model has a field of pydantic's `Secret[...]`, at any depth."""
+    return any(map(_is_secret, _nodes(core_schema_of(TypeAdapter(model)))))
+
+
+def marks_in_form(schema: JSONSchema) -> JSONSchema:
+    """The marks of a schema with references; where these cannot be followed, any mark stands for the whole."""
+    try:
+        return marks_of_schema(SchemaConverter().inline(schema))
+    except UnconvertibleSchema:
+        return {"x-sensitive": True} if mentions_mark(schema) else {}
+
+
+def marks_of_hint(hint: Any) -> JSONSchema:
+    """The marks of what pydantic reads and writes by a return hint."""
+    adapter = TypeAdapter[Any](hint)
+    marked = [*filter(None, map(marks_in_form, (read_form(hint, adapter), written_form(hint, adapter))))]
+    return {"anyOf": marked} if marked else {}
+
+
+# What is marked in the models and dict schemas of modules; nothing is kept of a class that is gone.
+_MARKS_OF: weakref.WeakKeyDictionary[Any, JSONSchema] = weakref.WeakKeyDictionary()
+
+
+def marks_of(schema: Any) -> JSONSchema:
+    """The marks of a model, a dataclass or what apcore makes of a dict schema, both as values are read and as they are
+    written by it. All is marked where a model cannot be read: it may be a user's own class."""
+    if schema is None or isinstance(schema, dict):
+        return marks_of_schema(schema or {})
+    if schema not in _MARKS_OF:
+        marks: JSONSchema = {"x-sensitive": True} if hasattr(schema, "model_json_schema") else {}
+        with suppress(Exception):
+            marks = marks_of_hint(schema) if isinstance(schema, type) else marks_in_form(schema.model_json_schema())
+        _MARKS_OF[schema] = marks
+    return _MARKS_OF[schema]
+
+
+# ---- What is open ----
+
+
+def _is_restated(schema: CoreSchema) -> bool:
+    """Whether the JSON schema of a core schema is an author's: `WithJsonSchema`, `SkipJsonSchema`, a function."""
+    metadata = schema.get("metadata") or {}
+    functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
+    functions += filter(callable, [metadata.get("pydantic_js_extra")])
+    functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
+    return any(not _is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
+
+
+def is_open(schema: CoreSchema) -> bool:
+    """Whether pydantic may write something by `schema` that its JSON schema does not say."""
+    serializer = schema.get("serialization") or {}
+    config = schema.get("config") or {}
+    if not _KNOWN or _is_authors(serializer) or config.get("polymorphic_serialization") or _is_restated(schema):
+        return True
+    if "return_schema" in serializer:
+        return is_open(serializer["return_schema"])
+    if "allow" in (schema.get("extra_behavior"), config.get("extra_fields_behavior")):
+        return True
+    kind = schema["type"]
+    keys = _WRITTEN_BY.get(kind)
+    if keys is None or not schema.keys() >= {*keys}:
+        return True
+    if kind == "dict" and schema["keys_schema"]["type"] != "str":  # of which two may have one name
+        return True
+    if kind == "enum" and not all(isinstance(each.value, str | int | float) for each in schema["members"]):
+        return True
+    inner = [each for key in keys for each in _schemas(schema[key])]
+    return any(map(is_open, [*inner, *schema.get("computed_fields", ())]))
+
+
+def _is_own(serializer: Any, kind: type) -> bool:
+    """Whether a class itself has `serializer`, and not a hint that names the class."""
+    function = serializer.get("function")
+    return function is not None and getattr(kind, getattr(function, "__name__", ""), None) is function
+
+
+def rewrites(schema: Any) -> bool:
+    """Whether an author's function may write something by `schema` in another form, but for what a model or dataclass
+    in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
+    nodes = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            serializer = node.get("serialization") or {}
+            is_class = node.get("type") in ("model", "dataclass")
+            is_any = serializer.get("type") == "any"
+            if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
+                return True
+            if not is_class:
+                nodes += [part for key, part in node.items() if key not in _NO_SCHEMAS]
+        elif isinstance(node, list | tuple):
+            nodes += node
+    return False
+
+
+@dataclasses.dataclass
+class Written:
+    """How a model or a dataclass is written."""
+
+    names: dict[str, str]  # of its attributes
+    computed: list[str]  # properties that are written as well
+    rewritten: set[str]  # the names whose values its author writes in a form of his own
+    is_rewritten: bool  # or all of it
+
+
+_WRITTEN: weakref.WeakKeyDictionary[type, Written] = weakref.WeakKeyDictionary()
+
+
+def how_written(kind: type) -> Written:
+    """Of a model or a dataclass. Where pydantic cannot say, its author may write all of it."""
+    if kind not in _WRITTEN:
+        written = Written({}, [], set(), is_rewritten=True)
+        with suppress(Exception):  # a user's own class
+            written = _how_written(kind)
+        _WRITTEN[kind] = written
+    return _WRITTEN[kind]
+
+
+def _how_written(kind: type) -> Written:
+    own = next(node for node in _nodes(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
+    inner = next((node for node in _nodes(own["schema"]) if "fields" in node), {})
+    fields = inner.get("fields", {})
+    fields = dict(fields) if isinstance(fields, dict) else {field["name"]: field for field in fields}
+    computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}
+    fields.update(computed)
+    names = {name: field.get("serialization_alias") or field.get("alias") or name for name, field in fields.items()}
+    rewritten = {names[name] for name, field in fields.items() if rewrites(field)}
+    is_rewritten = _is_authors(own.get("serialization")) or (own.get("root_model") and rewrites(own["schema"]))
+    return Written(names, [*computed], rewritten, bool(is_rewritten))
+
+
+def unsent_fields(schema: CoreSchema) -> list[str]:
+    """The fields of dataclasses that pydantic does not know, as `Loaf.tag`: those that `__init__` does not take and
+    that have no default."""
+    unsent = []
+    for node in _nodes(schema):
+        if node.get("type") == "dataclass":
+            kind = node["cls"]
+            inner = next(each for each in _nodes(node["schema"]) if each.get("type") == "dataclass-args")
+            known = [field["name"] for field in inner["fields"]]
+            names = [each.name for each in dataclasses.fields(kind) if each.name not in known]
+            unsent += [f"{kind.__name__}.{name}" for name in names]
+    return unsent
+
+
+# ---- Reading: what is made of what a function returns ----
+
+
+def _passing(kind: type) -> Callable[[Any, Any], Any]:
+    def read(value: Any, make: Any) -> Any:
+        return value if isinstance(value, kind) else make(value)
+
+    return read
+
+
+def _kind_of(schema: CoreSchema) -> type | None:
+    """The model or dataclass that `schema` makes, whatever validators stand around it."""
+    while schema["type"].startswith("function-") and "schema" in schema:
+        schema = schema["schema"]
+    return schema["cls"] if schema["type"] in ("model", "dataclass") else None
+
+
+def _reading(schema: Any, is_root: bool = False) -> Any:
+    """Copy a core schema so that it lets each instance pass as it is: no validator runs again, nothing is made anew."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_reading, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kept = {*_NO_SCHEMAS, "serialization", "function"}
+    copied = {key: part if key in kept else _reading(part) for key, part in schema.items()}
+    kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
+    if kind is None or is_root:
+        return copied
+    reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
+    return {**core_schema.no_info_wrap_validator_function(_passing(kind), cast(Any, copied)), **reference}
+
+
+class Reader:
+    """Reads what a function returned by its hint: dicts become models and are checked, instances stay what they are."""
+
+    def __init__(self, schema: CoreSchema) -> None:
+        self._kind = _kind_of(schema)
+        self.kinds = tuple({node["cls"] for node in _nodes(schema) if node.get("type") in ("model", "dataclass")})
+        copied: Any = _reading(schema, is_root=True)
+        try:  # or pydantic would use the validators that the classes in it bring
+            self._validator = SchemaValidator(copied, _use_prebuilt=False)
+        except TypeError:  # pydantic 2.12
+            self._validator = SchemaValidator(copied)
+
+    def read(self, value: Any, strict: bool = True) -> Any:
+        if self._kind is not None and isinstance(value, self._kind):
+            return value
+        return self._validator.validate_python(value, strict=strict)
+
+    def read_json(self, text: bytes) -> Any:
+        return self._validator.validate_json(text, strict=True)
+
+
+# ---- What is promised ----
+
+_FORMATS: dict[str, Any] = {
+    "date": core_schema.date_schema(),
+    "date-time": core_schema.datetime_schema(),
+    "time": core_schema.time_schema(),
+    "duration": core_schema.timedelta_schema(),
+    "uuid": core_schema.uuid_schema(),
+}
+_BOUNDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+_SIZES = {"min_length": "minItems", "max_length": "maxItems"}
+
+
+def _object_form(schema: JSONSchema) -> Any:
+    others = schema.get("additionalProperties", True)
+    other = _form(others) if isinstance(others, dict) else core_schema.any_schema()
+    required = schema.get("required", ())
+    fields = {
+        name: core_schema.typed_dict_field(_form(field), required=name in required)
+        for name, field in properties_of(schema).items()
+    }
+    return core_schema.typed_dict_schema(fields, extras_schema=other, extra_behavior="allow")
+
+
+def _form_of_type(schema: JSONSchema, name: str) -> Any:
+    """The core schema of the values of one JSON type that fit `schema`."""
+    bounds: Any = {key: schema[keyword] for key, keyword in _BOUNDS.items() if keyword in schema}
+    sizes: Any = {key: schema[keyword] for key, keyword in _SIZES.items() if keyword in schema}
+    if name == "object":
+        return _object_form(schema)
+    if name == "array":
+        items = _form(schema.get("items", {}))
+        first = [_form(item) for item in schema.get("prefixItems", ())]
+        if first:
+            return core_schema.tuple_schema([*first, items], variadic_item_index=len(first), **sizes)
+        return core_schema.list_schema(items, **sizes)
+    if name == "integer":
+        return core_schema.int_schema(**bounds)
+    if name == "number":
+        return core_schema.float_schema(allow_inf_nan=False, **bounds)
+    if name == "boolean":
+        return core_schema.bool_schema()
+    if name == "null":
+        return core_schema.none_schema()
+    return _FORMATS.get(schema.get("format", ""), core_schema.str_schema())
+
+
+def _form(schema: JSONSchema) -> Any:
+    """The core schema of what a promise says: never stricter. Of keywords that hold beside others, one is enough."""
+    if "enum" in schema or "const" in schema:
+        return core_schema.literal_schema(schema.get("enum") or [schema["const"]])
+    choices = branches(schema, ["anyOf"])
+    forms = [_form(choice) for choice in choices] or [_form_of_type(schema, name) for name in types_of(schema)]
+    if not forms:
+        return core_schema.any_schema()
+    return forms[0] if len(forms) == 1 else core_schema.union_schema(forms, mode="left_to_right")
+
+
+def validator_of(promise: JSONSchema) -> SchemaValidator:
+    """What holds JSON texts against a promise (`promise_of()`), in a microsecond or two where jsonschema takes 50."""
+    return SchemaValidator(_form(promise))
