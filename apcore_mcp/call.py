@@ -11,6 +11,7 @@ from apcore.context import Context
 
 from .arguments import Arguments
 from .conversation import Conversation
+from .functions import Function
 from .schemas import JSONObject
 
 __all__ = ["CALL_KEY", "CURRENT_CALL", "RunningCall", "call_of"]
@@ -43,6 +44,10 @@ class RunningCall(Protocol):
 
     def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
         """What the module of that id does, as its description begins, and what it takes, listed or not."""
+        ...
+
+    def function(self, module_id: str, module: Any) -> Function | None:
+        """The function that a module was made of, if any."""
         ...
 
     @property

@@ -788,12 +788,21 @@ class Call:
 
     def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
         module = registry.get(module_id)
-        for tool in (self.tool, self.catalog.find(module_id)):
-            if tool is not None and tool.module is module:
-                return tool.about.description, tool.arguments
+        tool = self._tool_of(module_id, module)
+        if tool is not None:
+            return tool.about.description, tool.arguments
         descriptor = cast(ModuleDescriptor, registry.get_definition(module_id))
         arguments = Arguments(module, descriptor)
         return _description_of(descriptor, arguments.function), arguments
+
+    def function(self, module_id: str, module: Any) -> Function | None:
+        tool = self._tool_of(module_id, module)
+        return function_of(module) if tool is None else tool.arguments.function
+
+    def _tool_of(self, module_id: str, module: Any) -> Tool | None:
+        """The tool that a module is; None for one that is not listed, or has only the id of one."""
+        tool = self.tool if module_id == self.tool.module_id else self.catalog.find(module_id)
+        return tool if tool is not None and tool.module is module else None
 
     @property
     def is_secret(self) -> bool:

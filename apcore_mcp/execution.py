@@ -34,7 +34,7 @@ from pydantic import BaseModel
 
 from .call import RunningCall, call_of
 from .conversation import silence
-from .functions import Function, function_of
+from .functions import Function
 from .hints import marks_of
 from .schemas import ModelType
 
@@ -282,7 +282,7 @@ class _InputValidation(_Step):
 
     async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
         call.record(ctx.module_id, module)
-        function = function_of(module)
+        function = call.function(ctx.module_id, module)
         view = ctx.module = _ModuleView(module, function)
         result = await self.step.execute(ctx)
         if function is not None and function.model is not None and view.input_schema.read is not None:
@@ -295,7 +295,7 @@ class _Execution(_Step):
 
     async def _execute_for(self, call: RunningCall, ctx: PipelineContext, module: Any) -> StepResult:
         step = self.step
-        function = function_of(module)
+        function = call.function(ctx.module_id, module)
         running = ctx.module = _RunningModule(module, function, ctx.stream)
         is_own = call.owns(ctx.context)
         task = call.conversation.task

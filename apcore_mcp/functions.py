@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
-from weakref import WeakKeyDictionary
 
 from apcore import FunctionModule
 from apcore.context import Context
@@ -116,14 +115,8 @@ def _completed(model: type[BaseModel], hints: dict[str, Any], parameters: Mappin
     return create_model(model.__name__, __base__=model, **fields) if fields else model
 
 
-# To read the hints takes longer than to look at them; nothing is kept of a module that is gone.
-_FUNCTIONS: WeakKeyDictionary[FunctionModule, Function] = WeakKeyDictionary()
-
-
 def function_of(module: Any) -> Function | None:
     """The function that a module was made of; None for a class, and where `execute` is not apcore's."""
-    if not isinstance(module, FunctionModule) or not is_apcores(module.execute):
-        return None
-    if module not in _FUNCTIONS:
-        _FUNCTIONS[module] = Function(module)
-    return _FUNCTIONS[module]
+    if isinstance(module, FunctionModule) and is_apcores(module.execute):
+        return Function(module)
+    return None
