@@ -303,6 +303,21 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
 # ---- Reading: what is made of what a function returns ----
 
 
+class _Held:
+    """What pydantic makes for a moment in the place of a model. For that, it would use the validator that the class
+    brings, which runs the validators of the instances in it."""
+
+    __slots__ = ("__dict__", "__pydantic_extra__", "__pydantic_fields_set__", "__pydantic_private__")
+
+
+def _made(kind: Any) -> Callable[[Any], Any]:
+    def make(held: Any) -> Any:
+        values = {**vars(held), **(held.__pydantic_extra__ or {})}
+        return kind.model_construct(_fields_set=held.__pydantic_fields_set__, **values)
+
+    return make
+
+
 def _passing(kind: type) -> Callable[[Any, Any], Any]:
     def read(value: Any, make: Any) -> Any:
         return value if isinstance(value, kind) else make(value)
@@ -317,32 +332,41 @@ def _kind_of(schema: CoreSchema) -> type | None:
     return schema["cls"] if schema["type"] in ("model", "dataclass") else None
 
 
-def _reading(schema: Any, is_root: bool = False) -> Any:
-    """Copy a core schema so that it lets each instance pass as it is: no validator runs again, nothing is made anew."""
+def _validates_instances(schema: CoreSchema) -> bool:
+    kind = schema.get("type")
+    config = schema.get("config") or {}
+    is_around = isinstance(kind, str) and kind.startswith("function-") and "schema" in schema
+    return "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
+
+
+def _reading(schema: Any) -> Any:
+    """Copy a core schema so that it lets each instance pass as it is."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_reading, schema))
     if not isinstance(schema, dict):
         return schema
     kept = {*_NO_SCHEMAS, "serialization", "function"}
-    copied = {key: part if key in kept else _reading(part) for key, part in schema.items()}
+    copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
     kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
-    if kind is None or is_root:
+    if kind is None:
         return copied
     reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
-    return {**core_schema.no_info_wrap_validator_function(_passing(kind), cast(Any, copied)), **reference}
+    if copied["type"] == "model" and not copied.get("custom_init"):
+        copied.pop("post_init", None)  # which `model_construct()` calls
+        copied = core_schema.no_info_after_validator_function(_made(kind), {**copied, "cls": _Held})
+    return {**core_schema.no_info_wrap_validator_function(_passing(kind), copied), **reference}
 
 
 class Reader:
     """Reads what a function returned by its hint: dicts become models and are checked, instances stay what they are."""
 
-    def __init__(self, schema: CoreSchema) -> None:
+    def __init__(self, adapter: TypeAdapter[Any]) -> None:
+        schema = core_schema_of(adapter)
         self._kind = _kind_of(schema)
         self.kinds = tuple({node["cls"] for node in _nodes(schema) if node.get("type") in ("model", "dataclass")})
-        copied: Any = _reading(schema, is_root=True)
-        try:  # or pydantic would use the validators that the classes in it bring
-            self._validator = SchemaValidator(copied, _use_prebuilt=False)
-        except TypeError:  # pydantic 2.12
-            self._validator = SchemaValidator(copied)
+        self._validator: Any = adapter.validator
+        if any(map(_validates_instances, _nodes(schema))):  # by itself, pydantic leaves others as they are
+            self._validator = SchemaValidator(_reading(schema))
 
     def read(self, value: Any, strict: bool = True) -> Any:
         if self._kind is not None and isinstance(value, self._kind):

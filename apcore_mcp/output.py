@@ -128,7 +128,7 @@ class Output:
     @cached_property
     def _reader(self) -> Reader:
         assert self._adapter is not None
-        return Reader(core_schema_of(self._adapter))
+        return Reader(self._adapter)
 
     @cached_property
     def _promise(self) -> SchemaValidator:
