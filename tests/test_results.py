@@ -968,7 +968,7 @@ async def test_a_field_that_pydantic_does_not_know_is_told(caplog: pytest.LogCap
 PAIR = {7: "the cat", "7": "the dog"}
 
 
-class Moment(datetime):
+class Tick(datetime):
     """As pandas': it has more than one for a text."""
 
     def __hash__(self) -> int:
@@ -978,7 +978,7 @@ class Moment(datetime):
         return self is other
 
 
-MOMENTS = {datetime(2026, 2, 3): 1.0, Moment(2026, 2, 3): 2.0}
+TICKS = {datetime(2026, 2, 3): 1.0, Tick(2026, 2, 3): 2.0}
 
 
 @pytest.mark.parametrize(
@@ -988,7 +988,7 @@ MOMENTS = {datetime(2026, 2, 3): 1.0, Moment(2026, 2, 3): 2.0}
         (dict[str, dict[Any, str]], {"first": PAIR}, "7"),
         (list[dict[Any, Any]], [PAIR], "7"),
         (dict[str | None, int], {None: 3, "None": 1}, "None"),
-        (dict[datetime, float], MOMENTS, "2026-02-03T00:00:00"),
+        (dict[datetime, float], TICKS, "2026-02-03T00:00:00"),
         (PricedAndMore, PricedAndMore(price=ONE, more=PAIR), "7"),
         (Any, PAIR, "7"),
     ],
