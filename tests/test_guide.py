@@ -668,8 +668,8 @@ FOREIGN_FLAGS |= set("--output --resource --scopes --timeout-graceful-shutdown -
 FOREIGN_FLAGS |= set("--against --now --jwt-".split())
 FOREIGN_OPTIONS = set(
     "acl annotations approval_handler authenticator callers calls context description display extra ge id init"
-    " max_fails metadata middlewares mode model_config name observability output_format policy reasoning_effort resources"
-    " response ser_json_inf_nan strategy streaming targets trace".split()
+    " max_fails metadata middlewares mode model_config name observability output_format policy reasoning_effort"
+    " resources response ser_json_inf_nan strategy streaming targets trace".split()
 )
 
 
