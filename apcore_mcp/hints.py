@@ -288,12 +288,13 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
     that have no default."""
     unsent = []
     for node in _nodes(schema):
-        if node.get("type") == "dataclass":
-            kind = node["cls"]
-            inner = next(each for each in _nodes(node["schema"]) if each.get("type") == "dataclass-args")
+        inner = node
+        while inner.get("type") != "dataclass-args" and isinstance(inner.get("schema"), dict):
+            inner = inner["schema"]
+        if node.get("type") == "dataclass" and inner.get("type") == "dataclass-args":
             known = [field["name"] for field in inner["fields"]]
-            names = [each.name for each in dataclasses.fields(kind) if each.name not in known]
-            unsent += [f"{kind.__name__}.{name}" for name in names]
+            names = [each.name for each in dataclasses.fields(node["cls"]) if each.name not in known]
+            unsent += [f"{node['cls'].__name__}.{name}" for name in names]
     return unsent
 
 
