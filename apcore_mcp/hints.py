@@ -35,7 +35,7 @@ _WRITTEN_BY = {
     for kinds, keys in {
         "none bool int float decimal str date time datetime timedelta uuid complex literal enum url multi-host-url": "",
         "definition-ref missing-sentinel": "",
-        "list tuple set frozenset": "items_schema",
+        "list tuple set frozenset generator": "items_schema",
         "dict": "keys_schema values_schema",
         "typed-dict model-fields dataclass-args": "fields",
         "typed-dict-field model-field dataclass-field model dataclass": "schema",
