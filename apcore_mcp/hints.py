@@ -22,11 +22,8 @@ from .schemas import (
     JSONSchema,
     SchemaConverter,
     UnconvertibleSchema,
-    branches,
     marks_of_schema,
     mentions_mark,
-    properties_of,
-    types_of,
 )
 
 CoreSchema = JSONObject
@@ -38,7 +35,7 @@ _WRITTEN_BY = {
     for kinds, keys in {
         "none bool int float decimal str date time datetime timedelta uuid complex literal enum url multi-host-url": "",
         "definition-ref missing-sentinel": "",
-        "list tuple set frozenset": "items_schema",
+        "list tuple set frozenset generator": "items_schema",
         "dict": "keys_schema values_schema",
         "typed-dict model-fields dataclass-args": "fields",
         "typed-dict-field model-field dataclass-field model dataclass": "schema",
@@ -291,12 +288,13 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
     that have no default."""
     unsent = []
     for node in _nodes(schema):
-        if node.get("type") == "dataclass":
-            kind = node["cls"]
-            inner = next(each for each in _nodes(node["schema"]) if each.get("type") == "dataclass-args")
+        inner = node
+        while inner.get("type") != "dataclass-args" and isinstance(inner.get("schema"), dict):
+            inner = inner["schema"]
+        if node.get("type") == "dataclass" and inner.get("type") == "dataclass-args":
             known = [field["name"] for field in inner["fields"]]
-            names = [each.name for each in dataclasses.fields(kind) if each.name not in known]
-            unsent += [f"{kind.__name__}.{name}" for name in names]
+            names = [each.name for each in dataclasses.fields(node["cls"]) if each.name not in known]
+            unsent += [f"{node['cls'].__name__}.{name}" for name in names]
     return unsent
 
 
@@ -353,7 +351,8 @@ def _reading(schema: Any) -> Any:
     reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
     if copied["type"] == "model" and not copied.get("custom_init"):
         copied.pop("post_init", None)  # which `model_construct()` calls
-        copied = core_schema.no_info_after_validator_function(_made(kind), {**copied, "cls": _Held})
+        copied["cls"] = _Held
+        copied = core_schema.no_info_after_validator_function(_made(kind), copied)
     return {**core_schema.no_info_wrap_validator_function(_passing(kind), copied), **reference}
 
 
@@ -375,66 +374,3 @@ class Reader:
 
     def read_json(self, text: bytes) -> Any:
         return self._validator.validate_json(text, strict=True)
-
-
-# ---- What is promised ----
-
-_FORMATS: dict[str, Any] = {
-    "date": core_schema.date_schema(),
-    "date-time": core_schema.datetime_schema(),
-    "time": core_schema.time_schema(),
-    "duration": core_schema.timedelta_schema(),
-    "uuid": core_schema.uuid_schema(),
-}
-_BOUNDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
-_SIZES = {"min_length": "minItems", "max_length": "maxItems"}
-
-
-def _object_form(schema: JSONSchema) -> Any:
-    others = schema.get("additionalProperties", True)
-    other = _form(others) if isinstance(others, dict) else core_schema.any_schema()
-    required = schema.get("required", ())
-    fields = {
-        name: core_schema.typed_dict_field(_form(field), required=name in required)
-        for name, field in properties_of(schema).items()
-    }
-    return core_schema.typed_dict_schema(fields, extras_schema=other, extra_behavior="allow")
-
-
-def _form_of_type(schema: JSONSchema, name: str) -> Any:
-    """The core schema of the values of one JSON type that fit `schema`."""
-    bounds: Any = {key: schema[keyword] for key, keyword in _BOUNDS.items() if keyword in schema}
-    sizes: Any = {key: schema[keyword] for key, keyword in _SIZES.items() if keyword in schema}
-    if name == "object":
-        return _object_form(schema)
-    if name == "array":
-        items = _form(schema.get("items", {}))
-        first = [_form(item) for item in schema.get("prefixItems", ())]
-        if first:
-            return core_schema.tuple_schema([*first, items], variadic_item_index=len(first), **sizes)
-        return core_schema.list_schema(items, **sizes)
-    if name == "integer":
-        return core_schema.int_schema(**bounds)
-    if name == "number":
-        return core_schema.float_schema(allow_inf_nan=False, **bounds)
-    if name == "boolean":
-        return core_schema.bool_schema()
-    if name == "null":
-        return core_schema.none_schema()
-    return _FORMATS.get(schema.get("format", ""), core_schema.str_schema())
-
-
-def _form(schema: JSONSchema) -> Any:
-    """The core schema of what a promise says: never stricter. Of keywords that hold beside others, one is enough."""
-    if "enum" in schema or "const" in schema:
-        return core_schema.literal_schema(schema.get("enum") or [schema["const"]])
-    choices = branches(schema, ["anyOf"])
-    forms = [_form(choice) for choice in choices] or [_form_of_type(schema, name) for name in types_of(schema)]
-    if not forms:
-        return core_schema.any_schema()
-    return forms[0] if len(forms) == 1 else core_schema.union_schema(forms, mode="left_to_right")
-
-
-def validator_of(promise: JSONSchema) -> SchemaValidator:
-    """What holds JSON texts against a promise (`promise_of()`), in a microsecond or two where jsonschema takes 50."""
-    return SchemaValidator(_form(promise))

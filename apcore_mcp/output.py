@@ -27,9 +27,9 @@ from .hints import (
     read_form,
     rewrites,
     unsent_fields,
-    validator_of,
     written_form,
 )
+from .promises import validator_of
 from .schemas import (
     JSONObject,
     JSONSchema,

@@ -225,7 +225,7 @@ def is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
     return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: Any) -> TypeGuard[Any]:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
