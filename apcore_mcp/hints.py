@@ -95,6 +95,11 @@ def _is_authors(serializer: JSONObject | None) -> bool:
     return not _is_pydantics(serializer.get("function"))
 
 
+def _is_plain(enum: CoreSchema) -> bool:
+    """Whether the values of an enum are texts and numbers, and no models."""
+    return all(isinstance(each.value, str | int | float) for each in enum["members"])
+
+
 def _is_secret(schema: CoreSchema) -> bool:
     """Whether a core schema is that of pydantic's `Secret[...]`, of which its JSON schema says nothing."""
     return (schema.get("serialization") or {}).get("function") is _SECRET
@@ -117,6 +122,9 @@ class _WrittenForm(ReadForm):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
+
+    def enum_schema(self, schema: Any) -> JSONSchema:
+        return super().enum_schema(schema) if _is_plain(schema) else {}
 
     def decimal_schema(self, schema: Any) -> JSONSchema:
         return {**super().decimal_schema(schema), "format": DECIMAL}
@@ -216,7 +224,7 @@ def is_open(schema: CoreSchema) -> bool:
         return True
     if kind == "dict" and schema["keys_schema"]["type"] != "str":  # of which two may have one name
         return True
-    if kind == "enum" and not all(isinstance(each.value, str | int | float) for each in schema["members"]):
+    if kind == "enum" and not _is_plain(schema):
         return True
     inner = [each for key in keys for each in _schemas(schema[key])]
     return any(map(is_open, [*inner, *schema.get("computed_fields", ())]))
