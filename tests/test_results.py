@@ -818,6 +818,7 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (Cart, Cart([Item(ONE)], None), "result.count"),  # type: ignore[arg-type]
     (list[Cart], [Cart([Item("dear")], 1)], ""),  # type: ignore[arg-type]
     (int, MONTHS, "result"),
+    (float, MONTHS, "result"),
     (list[float], Moments([MONTHS]), "result"),
     (timedelta, MONTHS, "result"),
 ]
