@@ -202,10 +202,10 @@ class Output:
         """What a module gave, with models in the place of the dicts that are to be some."""
         if self._is_open:
             check_names(output)
-        if isinstance(output, dict) and hasattr(output.get("result"), "dtype"):
-            output = without_numpy(output)  # pydantic would make a number of a duration
-        with suppress(ValidationError):
-            return reader.read(output)
+        is_numpys = isinstance(output, dict) and hasattr(output.get("result"), "dtype")
+        if not is_numpys:  # pydantic would make a number of a duration
+            with suppress(ValidationError):
+                return reader.read(output)
         plain = without_numpy(output)
         try:
             return reader.read(plain)
