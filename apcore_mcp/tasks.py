@@ -50,19 +50,19 @@ _WAIT_SECONDS = 20.0  # how long `task_result` waits
 
 
 class Task:
-    """A call that may go on without a request, and does so as soon as it has a `key`.
+    """A call that may go on without a request. To do so, it takes a place of its caller's, and has a `key` from then on.
 
     Approval is asked before: a task begins once the tool's module has begun, at once where that is marked as long, or
     when the client has waited for long enough. It ends with its call; from then on, only its result is kept.
 
-    A client that does not know tasks waits in any case, and then is told the id for `task_result`. A module that is
-    marked as long has its place from its beginning."""
+    For a client that does not know tasks, a call of a module that is marked as long takes its place at once, too, but
+    goes on without its request only when the client has waited, and no question is open."""
 
     def __init__(self, conversation: Conversation, is_long: bool, tasks: Tasks) -> None:
         self.conversation: Conversation | None = conversation  # None once the call has ended
         self.owner = conversation.owner
-        self.key = ""  # as soon as it has a place
-        self.goes_on = False  # without a request
+        self.key = ""
+        self.goes_on = False
         self.is_cancelled = False  # by its client
         self.result: bytes = b""  # of a call that has ended, as JSON
         self.error: JSONObject | None = None  # the JSON-RPC error of one that has failed
