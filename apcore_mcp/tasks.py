@@ -50,7 +50,7 @@ _WAIT_SECONDS = 20.0  # how long `task_result` waits
 
 
 class Task:
-    """A call that may go on without a request. To do so, it takes a place of its caller's, and has a `key` from then on.
+    """A call that may go on without a request. To do so, it takes a place of its caller's, and has a `key` from then.
 
     Approval is asked before: a task begins once the tool's module has begun, at once where that is marked as long, or
     when the client has waited for long enough. It ends with its call; from then on, only its result is kept.
