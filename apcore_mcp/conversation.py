@@ -185,7 +185,7 @@ class Conversation:
         """Wait for what its request is answered with: the result, the questions that are asked first, or the handle of
         a task. To stop waiting is to cancel the call. Raises the JSON-RPC error that it may end with."""
         try:
-            handle = await self.task.follow() if self.task is not None and self.client.knows_tasks else None
+            handle = None if self.task is None else await self.task.follow()
             if handle is not None:
                 return handle
             while self.is_working:
@@ -314,6 +314,7 @@ class Conversation:
             timer.cancel()
             answer.cancel()
             self.questions.pop(key, None)
+            self._news.set()
             if not self.questions:
                 self._room.leave(self)
         if answer.cancelled() or answer.exception() is not None:

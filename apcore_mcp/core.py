@@ -900,16 +900,20 @@ class ExecutionRouter:
     async def handle_call(self, ctx: RequestContext, params: Any) -> Any:
         """Answer a `tools/call`: one that begins, or a retry with the answers to what an earlier one asked."""
         caller = caller_in(ctx)
-        has_key = self.options.state_key is not None
-        client = client_of(ctx, self.names_for(ctx), is_stateless=self.options.stateless, has_key=has_key)
+        client = self.client_in(ctx)
         responses = params.input_responses or {}
         state = params.request_state
         if state is None:
             return await self.call(params.name, params.arguments or {}, caller, client)
         # Nobody can make up this state either: the SDK's `RequestStateBoundary` has unsealed it.
-        if state == QUESTION_KEY and has_key and ctx.protocol_version >= MODERN:
+        if state == QUESTION_KEY and self.options.state_key is not None and ctx.protocol_version >= MODERN:
             return await self.call(params.name, params.arguments or {}, caller, client, answers=responses)
         return await self.room.resume(state, caller, client, responses).reply()
+
+    def client_in(self, ctx: RequestContext) -> Client:
+        """The client that makes a request."""
+        has_key = self.options.state_key is not None
+        return client_of(ctx, self.names_for(ctx), is_stateless=self.options.stateless, has_key=has_key)
 
     def names_for(self, ctx: RequestContext) -> str:
         """The option `tool_names` for the client of a request: "module-id" or "portable"."""
@@ -935,6 +939,8 @@ class ExecutionRouter:
             tool, name, arguments = self.search.resolve(name, arguments)
         if tool is None:
             tool, arguments = self.find(name, arguments)
+        if tool is None and self.tasks is not None:
+            tool = self.tasks.find(name)
         if tool is None:
             return self.not_found(name, caller)
         conversation = Conversation(label_of(tool.module_id, caller), arguments, caller, client, self.room)
@@ -948,7 +954,7 @@ class ExecutionRouter:
             cancel_token=conversation.token,
             data={CALL_KEY: call, MCP_PROGRESS_KEY: conversation.report, MCP_ELICIT_KEY: conversation.elicit},
         )
-        if self.tasks is not None and client.knows_tasks:
+        if self.tasks is not None:
             conversation.task = self.tasks.task(conversation, tool)
         conversation.running = asyncio.create_task(self._execute(call, context))
         return await conversation.reply()
@@ -991,6 +997,8 @@ class ExecutionRouter:
         """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
         tool, conversation = call.tool, call.conversation
         arguments = conversation.arguments
+        if self.tasks is not None and tool is self.tasks.tool:
+            return await self.tasks.answer(arguments, conversation)
         if self.search is not None and tool.module is None:
             return await self.search.answer(tool, arguments, conversation.caller, conversation.client.names)
         needs_check = self.options.validate_inputs or tool.arguments.unknown(arguments)
@@ -1188,7 +1196,7 @@ class Bridge:
         if not self.options.stateless and (is_asked_for or Path(__file__).with_name("tasks.py").exists()):
             from .tasks import Tasks
 
-            self.router.tasks = Tasks(self.options.task_after)
+            self.router.tasks = Tasks(self.options, self.catalog)
             extensions.append(self.router.tasks)
         if self.options.skills is not None:
             from .skills import Skills
@@ -1281,18 +1289,22 @@ class Bridge:
         takes six times as long as everything else."""
         result: Any = await call_next(ctx)
         if ctx.method == "tools/list":
-            names = self.router.names_for(ctx)
-            search = self.router.search
-            tools = await self._offered(ctx) if search is None else search.tools.values()
-            result["tools"] = [tool.definition(names) for tool in tools]
+            client = self.router.client_in(ctx)
+            search, tasks = self.router.search, self.router.tasks
+            offered = await self._offered(ctx)
+            tools = offered if search is None else search.tools.values()
+            result["tools"] = [tool.definition(client.names) for tool in tools]
+            if tasks is not None:
+                tasks.amend(result["tools"], offered, client)
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
         return {"tools": [], **_FRESH}  # `_fill_in_tools` adds them
 
     def _input_schema_of(self, name: str) -> JSONSchema | None:
-        search = self.router.search
+        search, tasks = self.router.search, self.router.tasks
         tool = (search.tools.get(name) if search else None) or self.catalog.find(name)
+        tool = tool or (tasks.find(name) if tasks else None)
         return tool.input_schema if tool else None
 
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:

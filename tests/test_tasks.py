@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
+import re
 import threading
 import time
 import tracemalloc
@@ -24,16 +26,19 @@ from conftest import (
     Clock,
     FunctionalModule,
     RawClient,
+    client_of,
     echo,
     hosting,
     program,
     registry_of,
     with_clock,
 )
+from mcp.client import Client
+from mcp_types import CallToolResult, TextContent
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import SCHEMA, answer, calls, guarded, modern, request
+from support import SCHEMA, accept, answer, calls, guarded, messages_logged, modern, request
 
 from apcore_mcp import async_serve, elicit, report_progress, serve
 
@@ -206,11 +211,11 @@ async def test_a_call_through_search_is_a_task_too() -> None:
 
 
 async def test_without_the_extension_there_are_no_tasks() -> None:
-    async with wired({"long": long(echo)}, task_after=0) as wire:
+    async with wired({"echo": echo, "long": long(echo)}, task_after=0) as wire:
         task_id = await wire.begin("long")
         for capabilities in ({}, {"extensions": {}}, {"extensions": {"io.modelcontextprotocol/ui": {}}}):
             wire.capabilities = capabilities
-            assert (await wire.call("long"))["resultType"] == "complete"
+            assert (await wire.call("echo", {"n": 1}))["structuredContent"] == {"n": 1}
             for method in ("tasks/get", "tasks/update", "tasks/cancel"):
                 assert await wire.refusal(method, {"taskId": task_id}) == (-32021, REQUIRED)
 
@@ -466,7 +471,7 @@ async def test_a_client_cancels_its_task(kind: str) -> None:
 
 
 async def test_a_long_module_has_its_own_limit_alone() -> None:
-    """What it calls has apcore's, and so has a long module that is called by who knows no tasks."""
+    """What it calls has apcore's. It may be a client's that knows no tasks, but not one's that waits."""
     go_on = asyncio.Event()
 
     async def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -483,17 +488,22 @@ async def test_a_long_module_has_its_own_limit_alone() -> None:
         "hasty": long(slow, resources={"timeout": 150}),
     }
     executor = Executor(registry_of(modules), config=Config({"executor": limits}))
-    async with wired(executor) as wire:
+    async with wired(executor, task_after=0.2) as wire:
         tasks = {name: await wire.begin(name) for name in ("long", "above", "below", "hasty")}
         for name, milliseconds in (("below", 50), ("hasty", 150)):  # not "cancelled", though its token is set
             result = (await wire.until(tasks[name], "completed"))["result"]
             assert result["content"][0]["text"] == f"Module timed out after {milliseconds}ms"
         wire.capabilities = {}
-        assert (await wire.call("long"))["content"][0]["text"] == "Module timed out after 50ms"
+        told = await wire.call("long")
         wire.capabilities = {"extensions": {TASKS: {}}}
+        tasks["told"] = told["_meta"]["apcore-mcp/task"]["taskId"]
         go_on.set()
-        for name in ("long", "above"):
+        for name in ("long", "above", "told"):
             assert (await wire.until(tasks[name], "completed"))["result"]["structuredContent"] == {"done": True}
+    go_on.clear()
+    async with wired(executor, task_after=None) as wire:
+        wire.capabilities = {}
+        assert (await wire.call("long"))["content"][0]["text"] == "Module timed out after 50ms"
 
 
 def test_an_ended_task_is_kept_for_an_hour() -> None:
@@ -675,3 +685,183 @@ async def test_arguments_of_the_tasks_of_a_caller_have_256_kibibytes() -> None:
         for task_id in (*tasks, small):
             await wire.until(task_id, "completed")
         assert (await wire.call("wait", large))["resultType"] == "task"
+
+
+# ---- For clients that do not know tasks: `task_result` ----
+
+
+@contextlib.asynccontextmanager
+async def plain_client(source: Any, mode: str, client: Any = None, **options: Any) -> AsyncIterator[Client]:
+    """The SDK's client, which declares no tasks, on the loop of its server."""
+    source = source if isinstance(source, Registry | Executor) else registry_of(source)
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(async_serve(source, **options))
+        url = await stack.enter_async_context(hosting(app))
+        yield await stack.enter_async_context(client_of(url, mode, **(client or {})))
+
+
+def text_in(result: CallToolResult) -> str:
+    (part,) = result.content
+    assert isinstance(part, TextContent)
+    return part.text
+
+
+def id_in(result: CallToolResult) -> str:
+    """The id that a call is answered with that goes on."""
+    task_id = str((result.meta or {})["apcore-mcp/task"]["taskId"])
+    words = rf"It goes on( \(\d+ Reading\))?\. Call task_result with this id: {task_id}"
+    assert re.fullmatch(words, text_in(result))
+    assert not result.is_error
+    return task_id
+
+
+def test_a_client_that_knows_no_tasks_asks_for_the_result(mode: str) -> None:
+    """It is told the progress on its own request, and the result as the call would have given it. For long work like
+    this, apcore's limit of 30 seconds does not hold."""
+    typed = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+    async def story(clock: Clock) -> None:
+        is_over = asyncio.Event()
+
+        async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+            for step in itertools.count(1):
+                await report_progress(context, step, message="Reading")
+                if is_over.is_set():
+                    return {"n": inputs["n"]}
+                await asyncio.sleep(0.01)
+            raise AssertionError
+
+        async def wait(*progress: Any) -> None:
+            told.append(progress[2])
+            if len(told) == 1:
+                await clock.put_forward(21)
+
+        async def end(*progress: Any) -> None:
+            is_over.set()
+
+        told = list[Any]()
+        modules = {"work": long(work, output_schema=typed), "echo": FunctionalModule(echo, output_schema=typed)}
+        async with plain_client(modules, mode, task_after=0.1) as client:
+            listed = {tool.name: tool.output_schema is not None for tool in (await client.list_tools()).tools}
+            assert listed == {"work": False, "echo": True, "task_result": False}
+            task_id = id_in(await client.call_tool("work", {"n": 1}))
+            for _ in range(2):
+                told.clear()
+                result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=wait)
+                assert (id_in(result), told[0]) == (task_id, "Reading")
+            result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=end)
+            assert (result.structured_content, text_in(result), result.is_error) == ({"n": 1}, '{"n":1}', False)
+            assert await client.call_tool("task_result", {"task_id": task_id}) == result
+
+    with_clock(story)
+
+
+def test_questions_are_asked_before_a_client_is_told_that_it_goes_on(mode: str) -> None:
+    """However long the user thinks; from then on nobody can be asked."""
+
+    async def story(clock: Clock) -> None:
+        is_answered, is_told = asyncio.Event(), asyncio.Event()
+
+        async def work(inputs: dict[str, Any], context: Any) -> Any:
+            early = await elicit(context, "early?", SCHEMA)
+            await is_told.wait()
+            late = await elicit(context, "late?", SCHEMA)
+            assert (early, late) == ({"name": "Ada"}, None)
+            return await context.executor.call_async("wipe", {}, context)
+
+        async def think(context: Any, params: Any) -> Any:
+            asked.append(params.message)
+            await clock.put_forward(10)
+            is_answered.set()
+            return accept(name="Ada")
+
+        asked = list[str]()
+        modules = {"work": long(work), "wipe": guarded([])}
+        async with plain_client(modules, mode, {"elicitation_callback": think}) as client:
+            call = asyncio.create_task(client.call_tool("work"))
+            await asyncio.wait_for(is_answered.wait(), 50)
+            while not call.done():
+                await clock.put_forward(1)
+            is_told.set()
+            result = await client.call_tool("task_result", {"task_id": id_in(await call)})
+        assert asked == ["early?"]
+        assert (result.is_error, text_in(result)) == (True, "Approval was denied: nobody can be asked")
+
+    with_clock(story)
+
+
+async def test_task_result_is_its_callers_own_and_can_end_the_call() -> None:
+    ended = asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return {}
+
+    named = [Middleware(AuthenticationMiddleware, backend=Name())]
+    async with wired({"wait": long(wait)}, user="ada", middleware=named, task_after=0, search=True) as ada:
+        eve = Wire(ada.http, "eve")
+        for wire in (ada, eve):
+            wire.capabilities = {}
+        tools = (await ada.ask("tools/list"))["tools"]
+        assert [tool["name"] for tool in tools] == ["search_tools", "call_tool", "task_result"]
+        told = await ada.call("call_tool", {"name": "wait"})
+        task_id = told["_meta"]["apcore-mcp/task"]["taskId"]
+        for wire, unknown in ((eve, task_id), (ada, "unknown")):
+            result = await wire.call("task_result", {"task_id": unknown, "cancel": True})
+            assert (result["isError"], result["content"][0]["text"][:14]) == (True, "Task not found")
+        assert not ended.is_set()
+        result = await ada.call("task_result", {"id": task_id})
+        assert result["content"][0]["text"].startswith("Input validation failed")
+        for _ in range(2):
+            result = await ada.call("task_result", {"task_id": task_id, "cancel": True})
+            assert (result["isError"], result["content"][0]["text"]) == (True, "Execution was cancelled")
+        assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("modules", "options", "capabilities"),
+    [
+        pytest.param({"long": long(echo)}, {"task_after": None}, {}, id="no-number"),
+        pytest.param({"long": long(echo)}, {"stateless": True}, {}, id="stateless"),
+        pytest.param({"long": long(echo)}, {}, {"extensions": {TASKS: {}}}, id="tasks"),
+        pytest.param({"long": FunctionalModule(echo)}, {}, {}, id="nothing-long"),
+        pytest.param({"long": long(echo), "task_result": echo}, {}, {}, id="module"),
+    ],
+)
+async def test_where_there_is_no_task_result(
+    modules: Any, options: Any, capabilities: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor anything else that differs. A module of that id wins."""
+    async with wired(modules, **options) as wire:
+        wire.capabilities = capabilities
+        for _ in range(2):
+            tools = (await wire.ask("tools/list"))["tools"]
+            assert {tool["name"] for tool in tools} == modules.keys()
+            assert "outputSchema" in tools[0]
+        if "task_result" in modules:
+            assert (await wire.call("task_result", {"n": 1}))["structuredContent"] == {"n": 1}
+    warning = "The module task_result takes the place of the tool that tells results of long work"
+    assert messages_logged(caplog).count(warning) == ("task_result" in modules)
+
+
+async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their beginning to their end, also where they end in time. One more waits, and apcore's limits hold."""
+    monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    limits = Config({"executor": {"default_timeout": 500, "global_timeout": 60_000}})
+    executor = Executor(registry_of({"wait": long(wait), "echo": long(echo)}), config=limits)
+    async with wired(executor, task_after=0.2) as wire:
+        wire.capabilities = {}
+        for _ in range(3):
+            assert (await wire.call("echo", {"n": 1}))["structuredContent"] == {"n": 1}
+        task_id = (await wire.call("wait"))["_meta"]["apcore-mcp/task"]["taskId"]
+        assert (await wire.call("wait"))["content"][0]["text"] == "Module timed out after 500ms"
+        await wire.call("task_result", {"task_id": task_id, "cancel": True})
+        assert "apcore-mcp/task" in (await wire.call("wait"))["_meta"]
