@@ -52,7 +52,7 @@ from apcore.context import Context, Identity
 from apcore.pipeline import ExecutionStrategy
 from apcore.trace_context import TraceContext, TraceParent
 from apcore.utils.redaction import REDACTED_VALUE
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 from . import __version__
@@ -151,19 +151,6 @@ _DEFAULT_ANNOTATIONS = ModuleAnnotations()
 _DEPRECATED = {"deprecated_since": "since", "sunset_version": "until", "sunset_date": "until"}
 _FOR_AGENTS = ("When to use", "When not to use", "Common mistakes", "Workflow hints")  # in metadata, "x-when-to-use"
 
-_TEXT: JSONSchema = {"type": "string"}
-_ICON: JSONSchema = {
-    "type": "object",
-    "properties": {
-        "src": _TEXT,
-        "mimeType": _TEXT,
-        "sizes": {"type": "array", "items": _TEXT},
-        "theme": {"enum": ["light", "dark"]},
-    },
-    "required": ["src"],
-}
-_ICONS: JSONSchema = {"type": "array", "items": _ICON}  # MCP 2025-11-25
-
 # Where the first paragraph of a docstring ends without an empty line: what apcore takes for the head of a section.
 _SECTION = re.compile(r":\w|(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?|Warnings?)\s*:")
 
@@ -205,8 +192,10 @@ class _AnnotationMapper:
             overlay = {**(metadata.get("display") or getattr(module, "display", {}))["mcp"]}
         self._meta: JSONObject = {**(overlay.get("meta") or {})}
         self._icons = overlay.get("icons") or []
-        if not is_valid(self._icons, _ICONS):  # clients would refuse the whole list
-            raise ValueError("its icons are no list of objects with a `src`, as MCP has them")
+        if self._icons:  # clients would refuse the whole list of tools for a wrong one
+            from mcp_types import Icon
+
+            TypeAdapter(list[Icon]).validate_python(self._icons)
         self.alias = text_of(overlay.get("alias") or descriptor.module_id)
         self.page = text_of(overlay["page"]) if isinstance(overlay.get("page"), str) else ""
         self.page_uri = f"ui://{descriptor.module_id}"
