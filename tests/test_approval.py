@@ -641,7 +641,7 @@ DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "in-a-map": (
         fields(users={"additionalProperties": fields("n", pin=SECRET)}),
         {"users": {"ada": {"pin": "s3cret", "n": 1}}},
-        [f'- users: {{"ada": {{"pin": {HIDDEN}, "n": 1}}}}'],
+        [f'- users: {{"ada": {{"n": 1, "pin": {HIDDEN}}}}}'],
     ),
     "of-every-name": (
         {"type": "object", "additionalProperties": SECRET},
