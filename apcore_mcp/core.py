@@ -1012,7 +1012,7 @@ class ExecutionRouter:
             async for chunk in chunks:
                 _merge(output, chunk)
                 text = results.to_text(chunk)
-                results.check_size(len(text))
+                results.check_size(len(text.encode()))
                 await conversation.report_chunk(text)
         # Written before middleware ran, which may have changed it, and without the faults that apcore passes over.
         call.output_json = None
@@ -1151,9 +1151,9 @@ class Bridge:
             on_list_resource_templates=self._list_resource_templates,
             on_read_resource=self._read_resource,
             on_subscriptions_listen=self._listen,
+            # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
+            get_tool_input_schema=self._input_schema_of,
         )
-        # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
-        self.server.get_tool_input_schema = self._input_schema_of
         key = options.state_key or secrets.token_bytes(32)
         security = RequestStateSecurity(
             keys=[key.encode(errors="surrogatepass") if isinstance(key, str) else key],
