@@ -49,8 +49,9 @@ class ElicitationApprovalHandler:
         call = call_of(request.context)
         if call is None:
             return ApprovalResult("rejected", reason=NOBODY)
-        description, arguments = _taken_by(call, request)
-        with _decision_time(request, arguments):
+        description, arguments = _described(call, request)
+        arguments.check(request.arguments)
+        with _decision_time(request):
             return await self._decide(request, call, _question(request, description, arguments))
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
@@ -63,14 +64,14 @@ class ElicitationApprovalHandler:
         by_state = way is Way.STATE and call.owns(request.context)
         if way in (Way.REQUEST, Way.RESULT):
             answer = await conversation.elicit(question, _FORM, QUESTION_KEY)
-        elif by_state and conversation.confirmation is None:
+        elif not by_state or conversation.is_confirmed:  # an answer is about the first module alone
+            return self._without_answer(request, call)
+        elif conversation.confirmation is None:
             # apcore's own word for it. The router sends the question, and the answer begins the call anew.
             return ApprovalResult("pending", metadata={"message": question, "requestedSchema": _FORM})
-        elif by_state:
-            answer = conversation.read(conversation.confirmation, _FORM)
-            conversation.confirmation = False  # it was about this module alone
         else:
-            return self._without_answer(request, call)
+            answer = conversation.read(conversation.confirmation, _FORM)
+            conversation.is_confirmed = True
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
         logger.info("%s: %s was %s by its user", conversation.label, request.module_id, result.status)
         return result
@@ -90,7 +91,7 @@ class _AskOrLetThrough(ElicitationApprovalHandler):
 
     def _without_answer(self, request: ApprovalRequest, call: RunningCall) -> ApprovalResult:
         is_strict = request.context.executor.governance_state().policy_strict
-        if call.conversation.could_ask or is_strict or request.module_id.startswith(CONTROL):
+        if call.conversation.must_ask or is_strict or request.module_id.startswith(CONTROL):
             return super()._without_answer(request, call)
         text = "%s: %s is let through without approval, as its user cannot be asked"
         logger.warning(text, call.conversation.label, request.module_id)
@@ -108,23 +109,24 @@ class _ValidFirst:
         call = call_of(request.context)
         if call is None:
             return await self._handler.request_approval(request)
-        with _decision_time(request, _taken_by(call, request)[1]):
+        _, arguments = _described(call, request)
+        arguments.check(request.arguments)
+        with _decision_time(request):
             return await self._handler.request_approval(request)
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         return await self._handler.check_approval(approval_id)
 
 
-def _taken_by(call: RunningCall, request: ApprovalRequest) -> tuple[str, Arguments]:
+def _described(call: RunningCall, request: ApprovalRequest) -> tuple[str, Arguments]:
     """What the module does that is to run, and what it takes: that of the Executor which asks, whatever module of the
     same id the server of the call has."""
-    return call.takes(request.module_id, request.context.executor.registry)
+    return call.described(request.module_id, request.context.executor.registry)
 
 
 @contextmanager
-def _decision_time(request: ApprovalRequest, arguments: Arguments) -> Iterator[None]:
-    """While a person decides about valid arguments, the time of the call does not go on."""
-    arguments.check(request.arguments)
+def _decision_time(request: ApprovalRequest) -> Iterator[None]:
+    """While a person decides, the time of the call does not go on."""
     started = time.time()
     try:
         yield

@@ -209,8 +209,8 @@ def _as_described(value: Any, schemas: Iterable[JSONSchema]) -> Any:
     if not any(_admits(part, value) for part in applied) and any(map(marks_sensitive, applied)):
         return value if value is None else REDACTED_VALUE
     if isinstance(value, dict):
-        described = {name for part in applied for name in properties_of(part)}
-        names = sorted(value, key=lambda name: name not in described)  # otherwise in the order in which they were sent
+        described = [name for part in applied for name in properties_of(part) if name in value]
+        names = dict.fromkeys([*described, *value])  # those that nothing describes in the order in which they were sent
         return {name: _as_described(value[name], [*part_schemas(applied, name)]) for name in names}
     if isinstance(value, list):
         return [_as_described(item, [*part_schemas(applied, step)]) for step, item in enumerate(value)]

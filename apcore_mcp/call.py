@@ -39,10 +39,10 @@ class RunningCall(Protocol):
         ...
 
     def write(self, output: Any) -> JSONObject:
-        """What the tool's own module gave, checked and as plain JSON."""
+        """Check what the tool's own module gave, and write it as plain JSON."""
         ...
 
-    def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
+    def described(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
         """What the module of that id does, as its description begins, and what it takes, listed or not."""
         ...
 

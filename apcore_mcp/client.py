@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from apcore.context import Identity
 
@@ -40,7 +40,7 @@ class Client:
     way: Way = Way.NONE
     session: Any = None  # the SDK's, for what is sent before the answer
     request_id: Any = None  # to which a question belongs (Way.REQUEST)
-    names: str = "module-id"  # how tools are called there, of the option `tool_names`
+    naming: Literal["module-id", "portable"] = "module-id"  # of tools, by the option `tool_names`
     wants_progress: bool = False
     knows_tasks: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)  # its span, where it sent one (SEP-414)
@@ -49,9 +49,11 @@ class Client:
 NO_CLIENT = Client()
 
 
-def client_of(ctx: RequestContext, names: str, *, is_stateless: bool, has_key: bool) -> Client:
-    """The client that makes a request. A server that `is_stateless` may be one of many: an answer could reach another
-    one than the one that asked, which takes a key that all of them have."""
+def client_of(
+    ctx: RequestContext, naming: Literal["module-id", "portable"], *, is_stateless: bool, has_key: bool
+) -> Client:
+    """The client that makes a request. With `is_stateless`, the retry of a question may reach another server, which can
+    read its state only by a key that all of them have."""
     # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
     meta: Mapping[str, Any] = ctx.meta or {}
     spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
@@ -60,18 +62,19 @@ def client_of(ctx: RequestContext, names: str, *, is_stateless: bool, has_key: b
     forms = getattr(capabilities, "elicitation", None)
     has_forms = bool(forms and (forms.form or not forms.url))  # `{}` means forms (MCP 2025-11-25)
     is_modern = ctx.protocol_version >= MODERN
-    way = Way.NONE
-    if is_modern and (has_key or not is_stateless):
+    if not is_modern:
+        way = Way.REQUEST if has_forms and ctx.session.can_send_request else Way.NONE
+    elif is_stateless and not has_key:
+        way = Way.NONE
+    elif not has_forms:
         way = Way.UNDECLARED
-        if has_forms:
-            way = Way.STATE if is_stateless else Way.RESULT
-    elif has_forms and ctx.session.can_send_request and not is_modern:
-        way = Way.REQUEST
+    else:
+        way = Way.STATE if is_stateless else Way.RESULT
     return Client(
         way=way,
         session=ctx.session,
         request_id=ctx.request_id if way is Way.REQUEST else None,  # it may be as large as a request
-        names=names,
+        naming=naming,
         wants_progress="progress_token" in meta,
         knows_tasks=is_modern and not is_stateless and TASKS_EXTENSION in extensions,
         trace={key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
 import json
 import logging
 import math
@@ -57,13 +56,13 @@ def silence(future: asyncio.Future[Any]) -> None:
 def _content_of(answer: Any, form: JSONSchema) -> JSONObject | None:
     """What a user has filled in; None for one who declined or cancelled.
 
-    Some exception for what is no answer to a question, or one that the form does not accept."""
+    Raises any exception for what is no answer to a question, or one that the form does not accept."""
     if answer.action != "accept":
         return None
     content: JSONObject = answer.content or {}
     for name, part in form["properties"].items():
         choices = part.get("items", {}).get("enum") or part.get("items", {}).get("anyOf") or ()
-        # Jsonschema would look for each of a million in all the choices, and every other client wait.
+        # jsonschema would compare each of a million items with each choice, and hold up every other client.
         if isinstance(content.get(name), list) and len(content[name]) > len(choices):
             raise ValueError("More was chosen than there is")
     Draft202012Validator(form).validate(content)
@@ -79,7 +78,8 @@ class _Question:
 
 
 class Sent(Coroutine[Any, Any, None]):
-    """What a report is to who awaits it, or runs it by `asyncio.run()`, once it is sent; nobody has to."""
+    """What `report_progress()` returns when the report is already sent: to await it, or to run it by `asyncio.run()`,
+    returns at once, and nothing warns when nobody does."""
 
     def send(self, value: Any) -> Any:
         raise StopIteration
@@ -130,13 +130,15 @@ class Conversation:
     ) -> None:
         self.label = label  # as lines of the log name the call
         self.arguments = arguments
+        self.size: int | None = None  # of its arguments in bytes, once they have been measured
         self.caller = caller
         self.token = CancelToken()
         self.running: asyncio.Task[None] | None = None  # which runs the call, and ends with `end()`
         self.outcome: JSONObject | Exception | None = None
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
-        self.confirmation: Any = None  # the answer that came with a retry; None before it (Way.STATE)
-        self.could_ask = False  # whether its user could be asked at any time
+        self.confirmation: Any = None  # the answer that came with a retry, until it is used (Way.STATE)
+        self.is_confirmed = False  # whether it has been used
+        self.must_ask = False  # whether nothing may be let through any more because nobody can be asked
         self.is_refused = False  # whether it was ended because too many calls wait
         self.is_parked = False  # whether it waits for its client's retry
         self.task: CallTask | None = None
@@ -149,11 +151,6 @@ class Conversation:
         self._news = asyncio.Event()  # set when it may have something to answer the request with
         self.attach(client)
 
-    @functools.cached_property
-    def size(self) -> int:
-        """How many bytes its arguments are."""
-        return json_bytes(self.arguments)
-
     @property
     def owner(self) -> str | None:
         """The id of its caller. All who have no name are one."""
@@ -164,7 +161,7 @@ class Conversation:
     def attach(self, client: Client) -> None:
         """Let the request of `client` be the one that is answered next: the one that began the call, or a retry."""
         self.client = client
-        self.could_ask = self.could_ask or client.way in (Way.REQUEST, Way.RESULT, Way.STATE)
+        self.must_ask = self.must_ask or client.way in (Way.REQUEST, Way.RESULT, Way.STATE)
 
     def detach(self) -> None:
         """Go on without a request: what is sent to one after its answer is an error."""
@@ -220,9 +217,9 @@ class Conversation:
         self.outcome = outcome
         self.running = None
         self.arguments = {}
-        self.size = 0
+        self.size = 0  # its place may be kept for the retry, its arguments are not
         self.client = replace(self.client, way=Way.NONE, session=None)
-        self.could_ask = True  # what the module has left running must not be approved because nobody can be asked
+        self.must_ask = True  # whatever the module has left running
         for question in self.questions.values():
             question.answer.cancel()
         self.questions.clear()
@@ -340,8 +337,11 @@ class Places:
 
     def take(self, conversation: Conversation) -> bool:
         """Take a place, or keep the one that the call has; returns whether there is one."""
+        if conversation.size is None:
+            conversation.size = json_bytes(conversation.arguments)
         taken = self._taken.get(conversation.owner, set()) - {conversation}
-        if len(taken) >= _PLACES_MAX or sum(other.size for other in taken) + conversation.size > _PLACES_BYTES_MAX:
+        size = sum(other.size or 0 for other in taken) + conversation.size
+        if len(taken) >= _PLACES_MAX or size > _PLACES_BYTES_MAX:
             return False
         self._taken[conversation.owner] = taken | {conversation}
         return True

@@ -14,7 +14,7 @@ filter, and a Registry two listeners; before and afterwards, nothing of apcore, 
 changed. The server parts of `mcp` are imported where they are used, so that a program that only wants OpenAI
 definitions does not load an HTTP stack.
 
-Ids such as FR-EXEC-002 and F-013 name the requirements that the project was specified by; the tests carry them too:
+Ids such as FR-EXEC-002 name the requirements that the project was specified by; the tests carry them too:
 `grep -rA3 '"FR-EXEC-002"' tests` finds what proves one.
 """
 
@@ -122,12 +122,12 @@ def warn(text: str, messages: list[str]) -> None:
 
 _NAME_MAX = 64  # characters; the limit of OpenAI's function names and of Claude's tool names
 
-_CLIENTS_WITHOUT_DOTS = re.compile(  # how `clientInfo.name` begins where one name with a dot loses all tools
+_CLIENTS_WITHOUT_DOTS = re.compile(  # how `clientInfo.name` begins for clients that drop all tools for one such name
     "claude-ai"  # Claude Desktop, claude.ai: ^[a-zA-Z0-9_-]{1,64}$; behind mcp-remote (pull request 63) more follows
     "|github-copilot-developer"  # Copilot CLI: its issues 1879 and 2581
     r"|JetBrains-\w+-copilot"  # Copilot in JetBrains' IDEs: microsoft/copilot-intellij-feedback, issue 1583
 )
-_API_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what Anthropic's API takes: of a tool's alias, and of its arguments
+_API_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what Anthropic's API accepts as an argument's name; so is an alias
 _PAGE_MEDIA_TYPE = "text/html;profile=mcp-app"  # MCP Apps, SEP-1865, the specification of 2026-01-26
 
 
@@ -260,10 +260,10 @@ class Tool:
         self.marks = self.output.marks if self.redacts else []
         self.media = media_types_of(output_schema)  # properties that are sent as files, with their media types
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
-        promise = promise_of(output_schema) if output_schema else {"type": "null"}
+        promise = promise_of(output_schema)
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
-        is_text = not options.structured or self.marks or self.media or options.output_formatter
-        if admits_object(promise) and not is_text:
+        is_text_only = not options.structured or self.marks or self.media or options.output_formatter
+        if output_schema and admits_object(promise) and not is_text_only:
             definition["outputSchema"] = {**promise, "type": "object"}
         self._definition = _as_listed(definition)
         self.input_schema: JSONSchema = self._definition["inputSchema"]
@@ -300,13 +300,13 @@ class Tool:
         resources += [(page, bordered)] if self.about.page else []
         return resources
 
-    def name_as(self, names: str) -> str:
-        """The tool's name in MCP, with `names` as the option `tool_names`."""
-        return portable_name(self.name) if names == "portable" else self.name
+    def name_as(self, naming: str) -> str:
+        """The tool's name in MCP, with `naming` as the option `tool_names`."""
+        return portable_name(self.name) if naming == "portable" else self.name
 
-    def definition(self, names: str) -> JSONObject:
-        """The tool as MCP's `tools/list` sends it (FR-SERVER-011), with `names` as the option `tool_names`."""
-        return {"name": self.name_as(names), **self._definition}
+    def definition(self, naming: str) -> JSONObject:
+        """The tool as MCP's `tools/list` sends it (FR-SERVER-011), with `naming` as the option `tool_names`."""
+        return {"name": self.name_as(naming), **self._definition}
 
     @property
     def examples(self) -> list[JSONObject]:
@@ -337,36 +337,40 @@ def tool_result(text: str, *files: JSONObject, is_error: bool = False, **more: A
 def _take_files(tool: Tool, value: JSONObject) -> list[JSONObject]:
     """Remove the files from `value` and return them as MCP content. ValueError for one that is not base64."""
     files: list[JSONObject] = []
-    found: list[tuple[str, str, str]] = []
     for name, media_type in tool.media.items():
         given = value.get(name)
         items = given if isinstance(given, list) else [given]
-        if not items or REDACTED_VALUE in items:
+        if not items or REDACTED_VALUE in items or not all(isinstance(item, str) for item in items):
             continue
-        value.pop(name, None)
-        for number, item in enumerate(items):
-            found.append((f"{name}/{number}" if items is given else name, media_type, item or ""))
-    for name, media_type, text in found:
-        # Pydantic writes the alphabet of URLs, MCP reads the standard one.
-        encoded = text.replace("-", "+").replace("_", "/")
-        data = base64.b64decode(encoded, validate=True)
-        family = media_type.split("/")[0]
-        if data and family in ("image", "audio"):
-            files.append({"type": family, "data": encoded, "mimeType": media_type})
-        elif data:
-            resource = {"uri": f"media://{tool.module_id}/{quote(name)}", "mimeType": media_type, "blob": encoded}
-            if family == "text":
-                with suppress(UnicodeDecodeError):  # in another encoding it stays a blob
-                    resource["text"] = data.decode()
-                    del resource["blob"]
-            files.append({"type": "resource", "resource": resource})
+        del value[name]
+        for number, text in enumerate(items):
+            place = f"{name}/{number}" if isinstance(given, list) else name
+            files += _file(text, media_type, f"media://{tool.module_id}/{quote(place)}")
     return files
+
+
+def _file(text: str, media_type: str, uri: str) -> list[JSONObject]:
+    """A file in base64 as MCP content: an image, audio or, of any other type, a resource. None for an empty one."""
+    # Pydantic writes the alphabet of URLs, MCP reads the standard one.
+    encoded = text.replace("-", "+").replace("_", "/")
+    data = base64.b64decode(encoded, validate=True)
+    family = media_type.split("/")[0]
+    if not data:
+        return []
+    if family in ("image", "audio"):
+        return [{"type": family, "data": encoded, "mimeType": media_type}]
+    resource = {"uri": uri, "mimeType": media_type, "blob": encoded}
+    if family == "text":
+        with suppress(UnicodeDecodeError):  # in another encoding it stays a blob
+            resource["text"] = data.decode()
+            del resource["blob"]
+    return [{"type": "resource", "resource": resource}]
 
 
 @dataclasses.dataclass(frozen=True)
 class _ResultMapper:
-    """Makes tool results of what modules gave: text, files and, where `structured` says so or else a schema is
-    advertised, structured content. `label` names the call in the log.
+    """Makes tool results of what modules gave: text, files and structured content: always (`structured=True`), never
+    (False) or, by default, where the tool advertises a schema. `label` names the call in the log.
 
     A result of more than `max_result` bytes is an error RESULT_TOO_LARGE (0: any size): clients end their connection,
     and all tools of the server with it."""
@@ -386,7 +390,7 @@ class _ResultMapper:
             raise not_json(error) from None
 
     def to_result(self, output: Any, output_json: bytes | None) -> JSONObject:
-        """The tool result for `output`, which was `output_json` unless middleware has changed it since (F-013)."""
+        """The tool result for `output`, which was `output_json` unless middleware has changed it since."""
         tool = self.tool
         files: list[JSONObject] = []
         text = b""
@@ -396,7 +400,8 @@ class _ResultMapper:
             is_changed = text != output_json
             value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
-                value = redact(value, *tool.marks, marks_in(output) if is_changed and tool.redacts else {})
+                own_marks = marks_in(output) if is_changed and tool.redacts else {}
+                value = redact(value, *tool.marks, own_marks)
                 if tool.media:
                     value = {**value}
                     files = _take_files(tool, value)
@@ -423,7 +428,7 @@ class _ResultMapper:
         return result
 
     def check_size(self, size: int) -> None:
-        """Raise an error where a result, or a part of it, is larger than what is sent."""
+        """Raise an error where a result, or a part of it, is larger than may be sent."""
         limit = self.options.max_result
         if limit and size > limit:
             details = {"size": size, "limit": limit}
@@ -484,7 +489,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def _chains_of(error: BaseException | None) -> Iterator[str]:
-    """The ids of the modules that apcore names in an error and in what led to it, but for one that there is not."""
+    """The ids of the modules that apcore names in an error and what led to it, except one that does not exist."""
     while error is not None:
         details: Any = getattr(error, "details", None)
         chain = details.get("call_chain") if isinstance(details, dict) else None
@@ -736,7 +741,7 @@ class Catalog:
             alias = tool.about.alias
             if _API_NAME.fullmatch(alias) and by_name.setdefault(portable_name(alias), tool) is tool:
                 tool.name = alias
-            elif tool.name != tool.module_id:  # or this has been warned of the last time
+            elif tool.name != tool.module_id:  # else the WARNING was given at an earlier build
                 tool.name = tool.module_id
                 text = f"The alias of module {tool.module_id} is not used: {alias} is no name for a tool, or another's"
                 warn(text, self.warned)
@@ -775,7 +780,7 @@ class Call:
         written, self.output_json = self.tool.output.write(output, self.tool.redacts)
         return written
 
-    def takes(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
+    def described(self, module_id: str, registry: Registry) -> tuple[str, Arguments]:
         module = registry.get(module_id)
         tool = self._tool_of(module_id, module)
         if tool is not None:
@@ -803,8 +808,8 @@ class Call:
 
 
 def _trace_parent(trace: Mapping[str, str]) -> TraceParent | None:
-    """The span that a call belongs to: OpenTelemetry's, such as the SDK's own, which is one of the client's trace; or,
-    where nobody collects any, the client's."""
+    """The parent span: OpenTelemetry's current one where there is one (the SDK's, itself in the client's trace), else
+    the client's."""
     from opentelemetry.trace import get_current_span
 
     span = get_current_span().get_span_context()
@@ -838,7 +843,8 @@ _SERVED_LOCK = threading.Lock()
 
 @contextmanager
 def installation(executor: Executor) -> Iterator[None]:
-    """While any server or call uses an Executor, it has our steps and, where it has none, our approval handler."""
+    """While any server or call uses an Executor, it has our steps and, where it has none, our approval handler; and
+    apcore's loggers have our filter."""
     strategy = executor.current_strategy
     with _SERVED_LOCK:
         count, stack = _SERVED.get(strategy, (0, ExitStack()))
@@ -884,6 +890,7 @@ class ExecutionRouter:
         self.running = set[Call]()
         self.listeners: list[Callable[[str], None]] = []  # told "ok" or the error's code, of each call that ends
         self._approver = approver_of(options.approval)
+        # A logging configuration may have set the level of that logger instead.
         self._logs_ends = options.access_log or bool(access_logger.level)
 
     async def handle_call(self, ctx: RequestContext, params: Any) -> Any:
@@ -894,7 +901,7 @@ class ExecutionRouter:
         state = params.request_state
         if state is None:
             return await self.call(params.name, params.arguments or {}, caller, client)
-        # Nobody can make up this state either: the SDK's `RequestStateBoundary` has unsealed it.
+        # The client cannot have made it up: the SDK's `RequestStateBoundary` has unsealed it.
         if state == QUESTION_KEY and self.options.state_key is not None and ctx.protocol_version >= MODERN:
             return await self.call(params.name, params.arguments or {}, caller, client, answers=responses)
         return await self.room.resume(state, caller, client, responses).reply()
@@ -902,26 +909,26 @@ class ExecutionRouter:
     def client_in(self, ctx: RequestContext) -> Client:
         """The client that makes a request."""
         has_key = self.options.state_key is not None
-        return client_of(ctx, self.names_for(ctx), is_stateless=self.options.stateless, has_key=has_key)
+        return client_of(ctx, self._naming_for(ctx), is_stateless=self.options.stateless, has_key=has_key)
 
-    def names_for(self, ctx: RequestContext) -> str:
-        """The option `tool_names` for the client of a request: "module-id" or "portable"."""
-        names = self.options.tool_names
+    def _naming_for(self, ctx: RequestContext) -> Literal["module-id", "portable"]:
+        """The option `tool_names` for the client of a request."""
         client = ctx.session.client_params
-        if names == "auto" and client is not None and _CLIENTS_WITHOUT_DOTS.match(client.client_info.name):
-            return "portable"
-        return "module-id" if names == "auto" else names
+        is_portable = self.options.tool_names == "portable"
+        if self.options.tool_names == "auto" and client is not None:
+            is_portable = _CLIENTS_WITHOUT_DOTS.match(client.client_info.name) is not None
+        return "portable" if is_portable else "module-id"
 
     def find(self, name: str, arguments: JSONObject) -> tuple[Tool | None, JSONObject]:
-        """The tool that a client calls by that name, and the arguments for it."""
+        """The tool that a client calls by that name, and the arguments for it; openai.py has another way."""
         return self.catalog.find(name), arguments
 
     async def call(
         self, name: str, arguments: JSONObject, caller: Identity | None, client: Client = NO_CLIENT,
         *, structured: bool | None = None, answers: Mapping[str, Any] | None = None,
     ) -> JSONObject:  # fmt: skip
-        """Begin the call of a tool by its name. Returns its result, or what it asks first. `answers` are those to what
-        another server of the same key has asked."""
+        """Begin the call of a tool by its name. Returns its result, what it asks first, or a task. `answers` are those
+        to what another server of the same key has asked."""
         arguments = integral(arguments)
         tool = None
         if self.search is not None:
@@ -935,7 +942,7 @@ class ExecutionRouter:
         conversation = Conversation(label_of(tool.module_id, caller), arguments, caller, client, self.room)
         if answers is not None:
             conversation.confirmation = answers.get(QUESTION_KEY)
-            conversation.could_ask = True  # whatever the client declares now
+            conversation.must_ask = True  # whatever the client declares now
         call = Call(tool, conversation, self.catalog, self.options.executor, self._approver, structured)
         context: Context[Any] = Context.create(
             identity=caller,
@@ -988,8 +995,8 @@ class ExecutionRouter:
         arguments = conversation.arguments
         if self.tasks is not None and tool is self.tasks.tool:
             return await self.tasks.answer(arguments, conversation)
-        if self.search is not None and tool.module is None:
-            return await self.search.answer(tool, arguments, conversation.caller, conversation.client.names)
+        if self.search is not None and tool in self.search.tools.values():
+            return await self.search.answer(tool, arguments, conversation.caller, conversation.client.naming)
         needs_check = self.options.validate_inputs or tool.arguments.unknown(arguments)
         # A caller whom the ACL refuses learns that from the Executor, and nothing about the arguments.
         if needs_check and await self.catalog.offered([tool], conversation.caller):
@@ -1131,7 +1138,8 @@ class Bridge:
 
         self.options = options
         self.deadline = 0.0  # for whatever still runs, by the loop's clock; 0 until the server is told to end
-        self.is_unprotected = options.executor.governance_state().unprotected_control_surface  # without our handler
+        # Before our handler is there, as any would do.
+        self.is_unprotected = options.executor.governance_state().unprotected_control_surface
         self.catalog = Catalog(options)
         self.router = ExecutionRouter(self.catalog, options)
         self.activity = Activity()
@@ -1264,7 +1272,7 @@ class Bridge:
         if ctx.method == "server/discover":
             capabilities["resources"]["subscribe"] = False
             return result
-        # Private, as nothing public outlives the session of a single request.
+        # Private: the public session ends with its request, and notifications need the connection.
         connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
         can_notify = connection.has_standalone_channel
         if can_notify:
@@ -1282,7 +1290,7 @@ class Bridge:
             search, tasks = self.router.search, self.router.tasks
             offered = await self._offered(ctx)
             tools = offered if search is None else search.tools.values()
-            result["tools"] = [tool.definition(client.names) for tool in tools]
+            result["tools"] = [tool.definition(client.naming) for tool in tools]
             if tasks is not None:
                 tasks.amend(result["tools"], offered, client)
         return result

@@ -396,7 +396,7 @@ async def run_openai_call(
     else:
         router = _FunctionRouter(Catalog(options), options)
         with installation(options.executor):
-            result = await router.call(name, inputs, identity, Client(names="portable"), structured=False)
+            result = await router.call(name, inputs, identity, Client(naming="portable"), structured=False)
     text, *files = result["content"]
     if content == "parts":
         return [{"type": "input_text", "text": text["text"]}, *map(_part, files)]

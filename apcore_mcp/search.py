@@ -132,7 +132,7 @@ class SearchTools:
             return None, arguments["name"], arguments.get("arguments", {})
         return self.tools.get(name), name, arguments
 
-    async def answer(self, tool: Tool, arguments: JSONObject, caller: Identity | None, names: str) -> JSONObject:
+    async def answer(self, tool: Tool, arguments: JSONObject, caller: Identity | None, naming: str) -> JSONObject:
         """The result of a call of one of the two: what `search_tools` finds of what `caller` is offered, by names as
         the option `tool_names` has them. Raises apcore's SchemaValidationError for wrong arguments."""
         faults = self.faults(tool.module_id, arguments)
@@ -141,7 +141,7 @@ class SearchTools:
         tools = await self._catalog.offered(self._catalog.tools.values(), caller)
         listing: list[JSONObject] = []
         for found in rank(arguments["query"], tools)[:_FOUND_MAX]:
-            about = {"name": found.name_as(names), "description": found.about.description}
+            about = {"name": found.name_as(naming), "description": found.about.description}
             listing.append({**about, "inputSchema": found.input_schema})
         if not listing:
             return tool_result(_groups(tools))  # Codex shows its model nothing but structured content, if there is any

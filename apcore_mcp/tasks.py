@@ -329,12 +329,12 @@ class Tasks(Extension):
 
     def amend(self, definitions: list[JSONObject], offered: Sequence[Tool], client: Client) -> None:
         """Amend the list of tools that a client is sent, where one of those `offered` is marked as long."""
-        long = {tool.name_as(client.names) for tool in offered if tool.about.is_long}
+        long = {tool.name_as(client.naming) for tool in offered if tool.about.is_long}
         if long and self.stands_in(client):
             for definition in definitions:
                 if definition["name"] in long:
                     definition.pop("outputSchema", None)  # clients refuse an answer without what it promises
-            definitions.append(self.tool.definition(client.names))
+            definitions.append(self.tool.definition(client.naming))
         elif long and self._catalog.find(_TASK_RESULT) is not None and not self._has_warned:
             self._has_warned = True
             logger.warning("The module %s takes the place of the tool that tells results of long work", _TASK_RESULT)
