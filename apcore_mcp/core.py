@@ -340,17 +340,17 @@ def _take_files(tool: Tool, value: JSONObject) -> list[JSONObject]:
     for name, media_type in tool.media.items():
         given = value.get(name)
         items = given if isinstance(given, list) else [given]
-        if not items or REDACTED_VALUE in items or not all(isinstance(item, str) for item in items):
+        if not items or REDACTED_VALUE in items:
             continue
-        del value[name]
+        value.pop(name, None)
         for number, text in enumerate(items):
             place = f"{name}/{number}" if isinstance(given, list) else name
-            files += _file(text, media_type, f"media://{tool.module_id}/{quote(place)}")
+            files += _file(text or "", media_type, f"media://{tool.module_id}/{quote(place)}")
     return files
 
 
 def _file(text: str, media_type: str, uri: str) -> list[JSONObject]:
-    """A file in base64 as MCP content: an image, audio or, of any other type, a resource. None for an empty one."""
+    """A file in base64 as MCP content: an image, audio or, of any other type, a resource; nothing for an empty one."""
     # Pydantic writes the alphabet of URLs, MCP reads the standard one.
     encoded = text.replace("-", "+").replace("_", "/")
     data = base64.b64decode(encoded, validate=True)

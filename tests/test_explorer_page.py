@@ -425,7 +425,7 @@ def test_examples_fill_the_form_as_they_are_and_every_text_keeps_its_lines(show:
     chosen.press("ArrowDown")
     chosen.press("ArrowDown")
     expect(chosen.locator("option:checked")).to_have_text("Lines")
-    assert json.loads(sent(page)) == given
+    assert json.loads(sent(page)) == {**given, "key": "***REDACTED***"}  # of which no example is told
     page.get_by_label("limit").fill("3")
     expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
     for label in ("query", "key", "note"):
@@ -931,7 +931,7 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
     given = '{"n": 10.0, "big": 1152921504606846977, "text": "<b>"}'
     page = show(NUMBERED, metadata=overlay(APP), output_schema=NUMBERED, documentation="# How")
     write_json(page, given)
-    expect(run(page)).to_contain_text("n: 10.0")
+    expect(run(page)).to_contain_text("n: 10")
     expect(page.get_by_title("Page of t.one")).to_be_visible()
     hello, sent_in, came = messages(page, RESULT)
     told = hello["result"]
@@ -945,7 +945,7 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
     assert tool.keys() & {"page", "documentation", "examples"} == set()
     plain = {"n": 10, "big": 1152921504606847000, "text": "<b>"}  # JavaScript has no other number there
     assert (sent_in["method"], sent_in["params"]) == (METHOD, {"arguments": plain})
-    result = {"content": [{"type": "text", "text": given.replace(" ", "")}], "structuredContent": plain}
+    result = {"content": [{"type": "text", "text": given.replace(" ", "").replace("10.0", "10")}], "structuredContent": plain}
     assert (came["method"], came["params"]) == (RESULT, result)
 
 
