@@ -22,7 +22,7 @@ from apcore.cancel import CancelToken
 from apcore.context import Identity
 from jsonschema import Draft202012Validator
 
-from .client import Client, Way, protocol_error
+from .client import NO_CLIENT, Client, Way, protocol_error
 from .schemas import JSONObject, JSONSchema, form_of, text_of
 
 logger = logging.getLogger("apcore_mcp")
@@ -218,7 +218,7 @@ class Conversation:
         self.running = None
         self.arguments = {}
         self.size = 0  # its place may be kept for the retry, its arguments are not
-        self.client = replace(self.client, way=Way.NONE, session=None)
+        self.client = NO_CLIENT
         self.must_ask = True  # whatever the module has left running
         for question in self.questions.values():
             question.answer.cancel()

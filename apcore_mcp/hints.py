@@ -6,14 +6,17 @@ taken for open, so that a new kind of pydantic's, and a pydantic that is not kno
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import pydantic
-from pydantic import Secret, TypeAdapter
+from pydantic import ConfigDict, Secret, TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import SchemaValidator, core_schema
 
@@ -89,10 +92,18 @@ def _is_pydantics(function: Any) -> bool:
 
 
 def _is_authors(serializer: JSONObject | None) -> bool:
-    """Whether nothing says what `serializer` writes: an author's without a return type, or `SerializeAsAny`."""
-    if not serializer or "return_schema" in serializer:
+    """Whether nothing says what `serializer` writes: an author's without a return type or with an open one such as Any,
+    or `SerializeAsAny`."""
+    if not serializer or _is_pydantics(serializer.get("function")):
         return False
-    return not _is_pydantics(serializer.get("function"))
+    return "return_schema" not in serializer or is_open(serializer["return_schema"])
+
+
+def _is_of_class(schema: CoreSchema) -> bool:
+    """Whether a model or a dataclass is written by its author's own function. What that says of its type does not tell
+    under which names it writes what is marked."""
+    function = (schema.get("serialization") or {}).get("function")
+    return schema.get("type") in ("model", "dataclass") and function is not None and not _is_pydantics(function)
 
 
 def _is_plain(enum: CoreSchema) -> bool:
@@ -172,11 +183,35 @@ def marks_in_form(schema: JSONSchema) -> JSONSchema:
         return {"x-sensitive": True} if mentions_mark(schema) else {}
 
 
-def marks_of_hint(hint: Any) -> JSONSchema:
+def marks_of_hint(hint: Any, config: ConfigDict | None = None) -> JSONSchema:
     """The marks of what pydantic reads and writes by a return hint."""
-    adapter = TypeAdapter[Any](hint)
+    adapter = TypeAdapter[Any](hint, config=config)
     marked = [*filter(None, map(marks_in_form, (read_form(hint, adapter), written_form(hint, adapter))))]
     return {"anyOf": marked} if marked else {}
+
+
+class _Names(dict[str, Any]):
+    """The names that the hints of a class may use; one that is only there for type checkers is Any."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__({**vars(builtins), **vars(sys.modules[kind.__module__])})
+
+    def __missing__(self, name: str) -> Any:
+        return Any
+
+
+def _marks_by_field(kind: Any) -> JSONSchema:
+    """The marks of a dataclass, field by field: pydantic knows none of them where it has no schema for one (an array of
+    NumPy's), and not those that `__init__` does not take and that have no default."""
+    marks: JSONSchema = {}
+    hints = get_type_hints(kind, localns=_Names(kind), include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        try:
+            marks[field.name] = marks_of_hint(hint)
+        except PydanticSchemaGenerationError:
+            marks[field.name] = marks_of_hint(hint, ConfigDict(arbitrary_types_allowed=True))
+    return {"properties": marks} if any(marks.values()) else {}
 
 
 # What is marked in the models and dict schemas of modules; nothing is kept of a class that is gone.
@@ -192,8 +227,21 @@ def marks_of(schema: Any) -> JSONSchema:
         marks: JSONSchema = {"x-sensitive": True} if hasattr(schema, "model_json_schema") else {}
         with suppress(Exception):
             marks = marks_of_hint(schema) if isinstance(schema, type) else marks_in_form(schema.model_json_schema())
-        _MARKS_OF[schema] = marks
+        if dataclasses.is_dataclass(schema):
+            with suppress(Exception):
+                marks = {"anyOf": [*filter(None, [marks, _marks_by_field(schema)])]}
+        _MARKS_OF[schema] = marks if any(marks.values()) else {}
     return _MARKS_OF[schema]
+
+
+def subclasses_mark(kinds: Iterable[type]) -> bool:
+    """Whether a subclass of one of these classes marks something: pydantic writes an instance of it by the base."""
+    for base in kinds:
+        derived: list[type] = type.__subclasses__(base)
+        for kind in derived:
+            if marks_of(kind) or subclasses_mark([kind]):
+                return True
+    return False
 
 
 # ---- What is open ----
@@ -213,6 +261,8 @@ def is_open(schema: CoreSchema) -> bool:
     serializer = schema.get("serialization") or {}
     config = schema.get("config") or {}
     if not _KNOWN or _is_authors(serializer) or config.get("polymorphic_serialization") or _is_restated(schema):
+        return True
+    if _is_of_class(schema):
         return True
     if "return_schema" in serializer:
         return is_open(serializer["return_schema"])
@@ -287,7 +337,7 @@ def _how_written(kind: type) -> Written:
     fields.update(computed)
     names = {name: field.get("serialization_alias") or field.get("alias") or name for name, field in fields.items()}
     rewritten = {names[name] for name, field in fields.items() if rewrites(field)}
-    is_rewritten = _is_authors(own.get("serialization")) or (own.get("root_model") and rewrites(own["schema"]))
+    is_rewritten = _is_of_class(own) or (own.get("root_model") and rewrites(own["schema"]))
     return Written(names, [*computed], rewritten, bool(is_rewritten))
 
 

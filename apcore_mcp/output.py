@@ -26,6 +26,7 @@ from .hints import (
     marks_in_form,
     read_form,
     rewrites,
+    subclasses_mark,
     unsent_fields,
     written_form,
 )
@@ -178,7 +179,7 @@ class Output:
                     written = self._adapter.dump_python(value, mode="json", by_alias=True, warnings="error")
                     text = to_json(written, inf_nan_mode="constants")
                     if not (b"NaN" in text or b"Infinity" in text) or is_json(written):
-                        return written, text, []
+                        return written, text, [value] if subclasses_mark(self._reader.kinds) else []
             check_values(value)
             dump = partial(self._adapter.dump_python, value)
             python, form = dumped(dump, partial(self._adapter.dump_json, value))

@@ -94,6 +94,7 @@ class Task:
         conversation = self.conversation
         if conversation is None:
             return None
+        knows_tasks = conversation.client.knows_tasks
         timer = None
         if self._tasks.after_seconds is not None:
             timer = call_later(self._tasks.after_seconds, self._be_due)
@@ -106,7 +107,7 @@ class Task:
                 timer.cancel()
         if not self.goes_on:
             return None
-        if conversation.client.knows_tasks:
+        if knows_tasks:
             return {**self.state(), "resultType": "task", "status": "working"}
         return self.reply()
 

@@ -279,7 +279,17 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
             check_values(item, f"{place}.{name}", allows_nan)
 
 
-def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
+_DEPTH_MAX = 3  # of objects in objects that nothing describes
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What an object that nothing describes holds, and an exception was made with."""
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [getattr(value, name, None) for name in slots]
+    return [*held, *getattr(value, "__dict__", {}).values(), *getattr(value, "args", ())]
+
+
+def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     """The marks of the models in a value, each where it stands: of `[1, Model()]` `{"prefixItems": [{}, {...}], ...}`
     beside its own; `{}` where no model in it marks anything. In a place where nothing is known to stand, all of them
     hold. What an author writes in a form of his own is marked as a whole, and so is an object that holds one."""
@@ -288,16 +298,15 @@ def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
     value = _unpacked(value)
     own = marks_of(type(value))
     if isinstance(value, RootModel | Enum):
-        inner = marks_in(value.root if isinstance(value, RootModel) else value.value, is_inside)
+        inner = marks_in(value.root if isinstance(value, RootModel) else value.value, depth)
         is_whole = isinstance(value, RootModel) and how_written(type(value)).is_rewritten
         return {"anyOf": [own, {"x-sensitive": True} if inner and is_whole else inner]} if inner else own
     is_object = not (isinstance(value, BaseModel | Mapping) or _is_dataclass(value) or is_array(value))
     if is_object:
-        held = [*getattr(value, "__dict__", {}).values(), *getattr(value, "args", ())]  # of an exception
-        if is_inside or callable(value):
+        if depth > _DEPTH_MAX or callable(value):
             return own
-        return {"x-sensitive": True} if any(marks_in(item, is_inside=True) for item in held) else own
-    parts = {name: marks_in(item, is_inside) for name, item in _parts_of(value)}
+        return {"x-sensitive": True} if any(marks_in(item, depth + 1) for item in _held_by(value)) else own
+    parts = {name: marks_in(item, depth) for name, item in _parts_of(value)}
     others: JSONSchema = {}
     if isinstance(value, BaseModel) or _is_dataclass(value):
         written = how_written(type(value))
@@ -307,7 +316,9 @@ def marks_in(value: Any, is_inside: bool = False) -> JSONSchema:
         if written.is_rewritten and (own or any(parts.values())):
             others = {"x-sensitive": True}  # of a list, which its author may make of it
     marked = [part for part in parts.values() if part]
-    if is_array(value):
+    if isinstance(value, Set):  # which is in no order
+        inner = {"items": {"anyOf": marked}}
+    elif is_array(value):
         inner = {"prefixItems": [*parts.values()], "items": {"anyOf": marked}}
     else:
         inner = {"properties": parts, "additionalProperties": {"anyOf": marked}}

@@ -945,7 +945,8 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
     assert tool.keys() & {"page", "documentation", "examples"} == set()
     plain = {"n": 10, "big": 1152921504606847000, "text": "<b>"}  # JavaScript has no other number there
     assert (sent_in["method"], sent_in["params"]) == (METHOD, {"arguments": plain})
-    result = {"content": [{"type": "text", "text": given.replace(" ", "").replace("10.0", "10")}], "structuredContent": plain}
+    text = given.replace(" ", "").replace("10.0", "10")
+    result = {"content": [{"type": "text", "text": text}], "structuredContent": plain}
     assert (came["method"], came["params"]) == (RESULT, result)
 
 

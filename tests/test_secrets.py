@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import io
 import json
 import logging
 import re
@@ -1026,3 +1027,88 @@ async def test_apcores_log_shows_no_marked_value(caplog: pytest.LogCaptureFixtur
     assert len(lines) == 2
     assert SECRET_TEXT not in caplog.text
     assert "no uuid" in lines[1]
+
+
+# ---- What pydantic writes otherwise than it says ----
+
+
+class Keys(BaseModel):
+    name: str = "Ann"
+    pin: Annotated[str, Field(json_schema_extra={"x-sensitive": True})] = SECRET_TEXT
+
+
+class Account(BaseModel):
+    name: str = "Ann"
+    note: str = ""
+
+
+class MarkedAccount(Account):
+    note: Annotated[str, Field(json_schema_extra={"x-sensitive": True})] = SECRET_TEXT
+
+
+class AsList(BaseModel):
+    keys: Keys = Keys()
+
+    @field_serializer("keys")
+    def _as_list(self, keys: Keys) -> Any:
+        return [keys.name, keys.pin]
+
+
+class WithoutNone(Keys):
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: Any) -> dict[str, str]:
+        return {name: item for name, item in handler(self).items() if item is not None}
+
+
+@dataclasses.dataclass
+class Scan:
+    """With a field that pydantic has no schema for, and one that it does not know."""
+
+    name: str
+    pin: Annotated[str, Field(json_schema_extra={"x-sensitive": True})]
+    pixels: io.BytesIO | None = None
+    token: Annotated[str, Field(json_schema_extra={"x-sensitive": True})] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token = SECRET_TEXT
+
+
+class Holding:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __str__(self) -> str:
+        return f"it holds {self.held}"
+
+
+class Marked(NamedTuple):
+    name: str
+    pin: Annotated[str, Field(json_schema_extra={"x-sensitive": True})]
+
+
+OTHERWISE: dict[str, tuple[Any, Any]] = {
+    "a subclass marks what its base does not": (list[Account], [MarkedAccount()]),
+    "a serializer says Any": (AsList, AsList()),
+    "a model writes itself": (WithoutNone, WithoutNone()),
+    "a dataclass that pydantic knows in part": (Any, Scan("Ann", SECRET_TEXT)),
+    "an object in an object, of slots": (Any, Holding(Holding(Keys()))),
+    "a set, which is in no order": (Any, {("a", str(number)) for number in range(50)} | {Marked("a", SECRET_TEXT)}),
+}
+
+
+@pytest.mark.parametrize("shape", OTHERWISE)
+async def test_what_is_written_otherwise_shows_no_mark(shape: str) -> None:
+    hint, value = OTHERWISE[shape]
+
+    def give() -> Any:
+        return value
+
+    give.__annotations__["return"] = hint
+    registry = Registry()
+    registry.register("t.give", FunctionModule(give, "t.give"))
+    async with connect(registry) as client:
+        result = await client.call_tool("t.give", {})
+    assert not result.is_error, result
+    assert SECRET_TEXT not in result.model_dump_json()
