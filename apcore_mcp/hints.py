@@ -83,7 +83,7 @@ def _nodes(schema: Any) -> Iterator[CoreSchema]:
 # ---- JSON schemas of what pydantic reads and writes ----
 
 DECIMAL = "decimal"  # a format of our own, which is not advertised
-UNSAID = "as a serializer without a return type writes it"
+_UNSAID = "as a serializer without a return type writes it"
 _SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
 
 
@@ -142,7 +142,7 @@ class _WrittenForm(ReadForm):
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
-            return {"$comment": UNSAID}
+            return {"$comment": _UNSAID}
         if schema.get("function") is _SECRET:
             return {"x-sensitive": True}
         return super().ser_schema(schema)
@@ -266,6 +266,8 @@ def is_open(schema: CoreSchema) -> bool:
         return True
     if "return_schema" in serializer:
         return is_open(serializer["return_schema"])
+    if serializer and schema.get("schema", {}).get("type") == "bytes":  # `Base64Bytes`, whose text pydantic writes
+        return False
     if "allow" in (schema.get("extra_behavior"), config.get("extra_fields_behavior")):
         return True
     kind = schema["type"]
@@ -421,7 +423,8 @@ class Reader:
         schema = core_schema_of(adapter)
         self._kind = _kind_of(schema)
         self.kinds = tuple({node["cls"] for node in _nodes(schema) if node.get("type") in ("model", "dataclass")})
-        self._validator: Any = adapter.validator
+        self._own: Any = adapter.validator
+        self._validator = self._own
         if any(map(_validates_instances, _nodes(schema))):  # by itself, pydantic leaves others as they are
             self._validator = SchemaValidator(_reading(schema))
 
@@ -431,4 +434,4 @@ class Reader:
         return self._validator.validate_python(value, strict=strict)
 
     def read_json(self, text: bytes) -> Any:
-        return self._validator.validate_json(text, strict=True)
+        return self._own.validate_json(text, strict=True)  # in a text there are no instances

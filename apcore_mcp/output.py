@@ -19,7 +19,6 @@ from .faults import fault_at, faults_in, pydantic_faults
 from .functions import Function
 from .hints import (
     DECIMAL,
-    UNSAID,
     Reader,
     core_schema_of,
     is_open,
@@ -122,7 +121,7 @@ class Output:
             self._is_rewritten = rewrites(core_schema)
             if any(part.get("format") == DECIMAL for part in subschemas(self.schema)):
                 self._decimals = [*in_place(self.schema)]
-            if any(part.get("$comment") == UNSAID for part in subschemas(self.schema)):
+            if self._is_open:  # what is written may have the names by which it is read
                 read = marks_in_form(read_form(self._declared, self._adapter))
                 self.marks += [read] if read else []
 

@@ -16,7 +16,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NewType
+from typing import Annotated, Any, Literal, NamedTuple, NewType, Self
 from uuid import UUID
 
 import httpx
@@ -32,6 +32,7 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     AliasPath,
+    Base64Bytes,
     BaseModel,
     ConfigDict,
     Field,
@@ -39,6 +40,7 @@ from pydantic import (
     StringConstraints,
     computed_field,
     create_model,
+    model_validator,
     validate_call,
 )
 from support import SECRET_TEXT, accept, asking, text_of
@@ -578,7 +580,21 @@ async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
 
 # ---- Results ----
 
+class Checked(BaseModel):
+    day: date
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        return self
+
+
+class Encoded(BaseModel):
+    data: Base64Bytes
+
+
 RESULTS: list[tuple[Any, Any, Any]] = [
+    (list[Checked], [{"day": ISO}], [{"day": ISO}]),
+    (Encoded | None, Encoded(data=b"YWI="), {"data": "YWI="}),
     (Item | None, Item(name="a", day=DAY), {"name": "a", "day": ISO, "color": "red"}),
     (Item | None, None, None),
     (int | None, 3, 3),
