@@ -224,9 +224,10 @@ def _admits(schema: JSONSchema, value: Any) -> bool:
 
 
 def _kind(item: Any) -> str:
-    """What a question shows of a value that nothing describes: its text, but of one that holds others only its type, as
-    its text may quote what these mark."""
-    return f"<{type(item).__name__}>" if hasattr(item, "__iter__") else str(item)
+    """What a question shows of a value that nothing describes: its text, but only the type of one that holds others or
+    that has no text but a `__repr__`, as these may quote what is marked."""
+    has_text = any("__str__" in vars(kind) for kind in type(item).__mro__[:-1]) and not hasattr(item, "__iter__")
+    return str(item) if has_text else f"<{type(item).__name__}>"
 
 
 def _to_show(item: Any) -> Any:

@@ -83,7 +83,6 @@ from .schemas import (
     admits_object,
     integral,
     is_valid,
-    marks_of_schema,
     marks_sensitive,
     media_types_of,
     plain_json,
@@ -313,9 +312,9 @@ class Tool:
         """The module's own examples that are valid calls, in plain JSON types, without what is marked."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
             valid = [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
-            marks = marks_of_schema(self.input_schema)
             for one in valid:
-                one["inputs"] = redact(one["inputs"], marks, hides_others=False)
+                known, others = self.arguments.shown(one["inputs"])
+                one["inputs"] = {**known, **others}
                 if "output" in one:
                     one["output"] = redact(one["output"], *self.marks)
             return valid
