@@ -239,7 +239,7 @@ REFUSED = {
         *(pytest.param(*case, id=name) for name, case in REFUSED.items()),
         # Written out these are a thousand million schemas: whoever tries will not come back.
         pytest.param(one({"$ref": "#/$defs/L0"}, **{"$defs": {**BOMB, "L30": STRING}}), "", id="bomb",
-                     marks=pytest.mark.timeout(10)),
+                     marks=pytest.mark.timeout(40)),
     ],
 )  # fmt: skip
 def test_a_refused_module_is_left_out_with_one_warning_that_names_it(
