@@ -1158,9 +1158,10 @@ class Bridge:
             on_list_resource_templates=self._list_resource_templates,
             on_read_resource=self._read_resource,
             on_subscriptions_listen=self._listen,
-            # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers.
-            get_tool_input_schema=self._input_schema_of,
         )
+        # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers. Its constructor takes it
+        # only from 2.3 on.
+        self.server.get_tool_input_schema = self._input_schema_of
         key = options.state_key or secrets.token_bytes(32)
         security = RequestStateSecurity(
             keys=[key.encode(errors="surrogatepass") if isinstance(key, str) else key],
