@@ -1159,8 +1159,8 @@ class Bridge:
             on_read_resource=self._read_resource,
             on_subscriptions_listen=self._listen,
         )
-        # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers. Its constructor takes it
-        # only from 2.3 on.
+        # Without it, the SDK runs tools/list for every 2026-07-28 HTTP call to check its headers. The constructor of
+        # 2.2 does not take it.
         self.server.get_tool_input_schema = self._input_schema_of
         key = options.state_key or secrets.token_bytes(32)
         security = RequestStateSecurity(
