@@ -83,6 +83,7 @@ def _nodes(schema: Any) -> Iterator[CoreSchema]:
 # ---- JSON schemas of what pydantic reads and writes ----
 
 DECIMAL = "decimal"  # a format of our own, which is not advertised
+BASE64 = "base64"  # the format of pydantic's `Base64Bytes`, which encodes itself
 _UNSAID = "as a serializer without a return type writes it"
 _SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
 

@@ -18,6 +18,7 @@ from pydantic_core import SchemaValidator, to_json
 from .faults import fault_at, faults_in, pydantic_faults
 from .functions import Function
 from .hints import (
+    BASE64,
     DECIMAL,
     Reader,
     core_schema_of,
@@ -52,6 +53,7 @@ from .values import (
     check_names,
     check_values,
     dumped,
+    holds_bytes,
     is_array,
     marks_in,
     not_json,
@@ -110,7 +112,8 @@ class Output:
         self.unsent: list[str] = []  # the fields of dataclasses that pydantic does not know
         # What its core schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = True
-        self._decimals: list[JSONSchema] = []  # by which numbers are written where Decimals are meant
+        self._forms: list[JSONSchema] = []  # by which numbers are written where Decimals are meant, and bytes
+        self._reads_bytes = False  # whether a text may be meant as bytes: elsewhere it is the name of a file
         self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
@@ -119,8 +122,10 @@ class Output:
             if self._is_open:
                 self.schema = _without_models(self.schema)
             self._is_rewritten = rewrites(core_schema)
-            if any(part.get("format") == DECIMAL for part in subschemas(self.schema)):
-                self._decimals = [*in_place(self.schema)]
+            formats = {part.get("format") for part in subschemas(self.schema)}
+            if formats & {DECIMAL, BASE64}:
+                self._forms = [*in_place(self.schema)]
+            self._reads_bytes = BASE64 in formats
             if self._is_open:  # what is written may have the names by which it is read
                 read = marks_in_form(read_form(self._declared, self._adapter))
                 self.marks += [read] if read else []
@@ -182,7 +187,7 @@ class Output:
             check_values(value)
             dump = partial(self._adapter.dump_python, value)
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
-            written = plain_json(as_json(python, self._decimals, form=form))
+            written = plain_json(as_json(python, self._forms, form=form))
             return written, to_json(written), [value]
         written = None
         is_plain = False
@@ -211,10 +216,11 @@ class Output:
             return reader.read(plain)
         except ValidationError as error:
             with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
-                if any(isinstance(each, reader.kinds) for each in _instances(plain)):  # they would be made anew
-                    return reader.read(plain, strict=False)
-                if not marks_in(output):  # what another type marks would be sent
-                    return reader.read_json(to_json(plain, bytes_mode="utf8"))
+                is_made = any(isinstance(each, reader.kinds) for each in _instances(plain))  # and not to be made anew
+                if is_made or not marks_in(output):  # what another type marks would be sent
+                    read = reader.read(plain, strict=False) if is_made else reader.read_json(to_json(plain))
+                    if self._reads_bytes or holds_bytes(plain) or not holds_bytes(read):
+                        return read
             is_wrapped = self._function is not None and self._function.is_wrapped
             raise RefusedOutput(pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
 

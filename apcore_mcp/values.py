@@ -21,7 +21,7 @@ from apcore.utils.redaction import REDACTED_VALUE
 from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
-from .hints import DECIMAL, how_written, marks_of
+from .hints import BASE64, DECIMAL, how_written, marks_of
 from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_of, text_of, types_of
 
 # ---- Secrets ----
@@ -188,7 +188,8 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         pandas: Any = value  # whose nanoseconds pydantic would cut
         if getattr(pandas, "nanosecond", 0) or getattr(pandas, "nanoseconds", 0):
             return pandas.isoformat()
-    if form is not _NO_FORM and not is_nat and _is_written(value, form):
+    is_base64 = any(each.get("format") == BASE64 for each in schemas)
+    if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
         return form
     if isinstance(value, Decimal) and value.is_finite():
         value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
@@ -242,6 +243,11 @@ def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return [(_name_in_json(key), item) for key, item in value.items()]
     return enumerate(value) if is_array(value) else ()
+
+
+def holds_bytes(value: Any) -> bool:
+    """Whether there are bytes in a value of models, dataclasses and containers."""
+    return isinstance(value, bytes) or any(holds_bytes(part) for _, part in _parts_of(value))
 
 
 def check_names(value: Any, place: str = "") -> None:
