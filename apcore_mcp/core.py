@@ -3,13 +3,14 @@
 The file reads top to bottom, and a room uses what stands above it; `grep '^# ----'` lists the rooms. What decides what
 a client is told and what runs is here. The files below it know nothing of it: what can be set (`options.py`), what a
 call and its client say to each other (`client.py`, `conversation.py`), what a module takes and gives (`arguments.py`,
-`values.py`, `schemas.py`), and what plugs into apcore (`execution.py`: how modules run, `approval.py`: who is asked
-first, `discovery.py`: what a folder holds). The files above it use it: the two transports, `web.py` and `stdio.py`,
-OpenAI's format (`openai.py`), and what can be switched on, each imported only where it is used.
+`output.py`, and below them `hints.py`, `values.py`, `schemas.py`), and what plugs into apcore (`execution.py`: how
+modules run, `approval.py`: who is asked first, `discovery.py`: what a folder holds). The files above it use it: the two
+transports, `web.py` and `stdio.py`, OpenAI's format (`openai.py`), and what can be switched on, each imported only
+where it is used.
 
 The file keeps these promises. Every call goes through apcore's Executor, and only tools that a client is offered can be
-called. One bad module never takes the others down. No traceback, path, class name, caller or sensitive value reaches a
-client. While a server or a call uses an Executor, that has steps and an approval handler of ours, apcore's loggers a
+called, listed or found by a search. One bad module never takes the others down. No traceback, path, class name, caller
+or sensitive value reaches a client; with `mask_errors=False` it reads the text of an exception. While a server or a call uses an Executor, that has steps and an approval handler of ours, apcore's loggers a
 filter, and a Registry two listeners; before and afterwards, nothing of apcore, of the MCP SDK or of a user's objects is
 changed. The server parts of `mcp` are imported where they are used, so that a program that only wants OpenAI
 definitions does not load an HTTP stack.
