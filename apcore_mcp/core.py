@@ -10,10 +10,11 @@ where it is used.
 
 The file keeps these promises. Every call goes through apcore's Executor, and only tools that a client is offered can be
 called, listed or found by a search. One bad module never takes the others down. No traceback, path, class name, caller
-or sensitive value reaches a client; with `mask_errors=False` it reads the text of an exception. While a server or a call uses an Executor, that has steps and an approval handler of ours, apcore's loggers a
-filter, and a Registry two listeners; before and afterwards, nothing of apcore, of the MCP SDK or of a user's objects is
-changed. The server parts of `mcp` are imported where they are used, so that a program that only wants OpenAI
-definitions does not load an HTTP stack.
+or sensitive value reaches a client; with `mask_errors=False` it reads the text of an exception. While a server or a
+call uses an Executor, that has steps and an approval handler of ours, apcore's loggers a filter, and a Registry two
+listeners; before and afterwards, nothing of apcore, of the MCP SDK or of a user's objects is changed. The server parts
+of `mcp` are imported where they are used, so that a program that only wants OpenAI definitions does not load an HTTP
+stack.
 
 Ids such as FR-EXEC-002 name the requirements that the project was specified by; the tests carry them too:
 `grep -rA3 '"FR-EXEC-002"' tests` finds what proves one.
@@ -271,6 +272,12 @@ class Tool:
         self.warnings = self._warnings(self.arguments.declared)
         self.resources = self._resources()
 
+    @functools.cached_property
+    def own_marks(self) -> list[JSONSchema]:
+        """The marks of what an author has written, an example or a chunk: no serializer has hidden anything in it."""
+        declared = getattr(self.module, "output_schema", None)
+        return [*self.marks, marks_of(declared)] if self.redacts else []
+
     def _warnings(self, schema: JSONSchema) -> list[str]:
         """What makes clients leave out the tool in silence, or what is left out of it."""
         warnings = []
@@ -317,7 +324,7 @@ class Tool:
                 known, others = self.arguments.shown(one["inputs"])
                 one["inputs"] = {**known, **others}
                 if "output" in one:
-                    one["output"] = redact(one["output"], *self.marks)
+                    one["output"] = redact(one["output"], *self.own_marks)
             return valid
         return []
 
@@ -382,7 +389,7 @@ class _ResultMapper:
 
     def to_text(self, chunk: Any) -> str:
         """A chunk of a stream as JSON text, with marked values hidden."""
-        marks = [*self.tool.marks, marks_in(chunk)] if self.tool.redacts else []
+        marks = [*self.tool.own_marks, marks_in(chunk)] if self.tool.redacts else []
         chunk = {name: value for name, value in chunk.items() if name not in self.tool.media}  # the result has them
         try:
             return to_json(redact(as_json(chunk), *marks)).decode()

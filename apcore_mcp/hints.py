@@ -184,9 +184,12 @@ def marks_in_form(schema: JSONSchema) -> JSONSchema:
         return {"x-sensitive": True} if mentions_mark(schema) else {}
 
 
-def marks_of_hint(hint: Any, config: ConfigDict | None = None) -> JSONSchema:
+def marks_of_hint(hint: Any) -> JSONSchema:
     """The marks of what pydantic reads and writes by a return hint."""
-    adapter = TypeAdapter[Any](hint, config=config)
+    try:
+        adapter = TypeAdapter[Any](hint)
+    except PydanticSchemaGenerationError:  # of a class that pydantic does not know, such as an array of NumPy's
+        adapter = TypeAdapter[Any](hint, config=ConfigDict(arbitrary_types_allowed=True))
     marked = [*filter(None, map(marks_in_form, (read_form(hint, adapter), written_form(hint, adapter))))]
     return {"anyOf": marked} if marked else {}
 
@@ -207,11 +210,7 @@ def _marks_by_field(kind: Any) -> JSONSchema:
     marks: JSONSchema = {}
     hints = get_type_hints(kind, localns=_Names(kind), include_extras=True)
     for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        try:
-            marks[field.name] = marks_of_hint(hint)
-        except PydanticSchemaGenerationError:
-            marks[field.name] = marks_of_hint(hint, ConfigDict(arbitrary_types_allowed=True))
+        marks[field.name] = marks_of_hint(hints[field.name])
     return {"properties": marks} if any(marks.values()) else {}
 
 

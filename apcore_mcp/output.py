@@ -188,7 +188,7 @@ class Output:
             dump = partial(self._adapter.dump_python, value)
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
             written = plain_json(as_json(python, self._forms, form=form))
-            return written, to_json(written), [value]
+            return written, to_json(written), [value] if value is output else [value, output]
         written = None
         is_plain = False
         with suppress(ValueError, TypeError):

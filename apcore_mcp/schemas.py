@@ -283,7 +283,7 @@ class SchemaConverter:
             for name, field in properties_of(schema).items():
                 if field.get("title") == _PYDANTIC_NAMES.get_title_from_name(name):
                     del field["title"]
-        for keyword in ("default", "examples"):
+        for keyword in ("default", "example", "examples"):
             # A marked value's would be a secret, and one that JSON cannot say would cost the tool its module.
             if keyword in schema and (not is_json(schema[keyword]) or marks_sensitive(schema)):
                 del schema[keyword]

@@ -151,6 +151,7 @@ def _name_in_json(key: Any) -> str:
 
 _NO_FORM = object()
 _PLAIN = (str, bool, int, float)
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
@@ -165,7 +166,7 @@ def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> t
 def _is_written(value: Any, form: Any) -> bool:
     """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
     not the null of what it does not know. The parts of a container are looked at one by one."""
-    if isinstance(value, bytes | bytearray | Set) or (isinstance(value, Mapping) and isinstance(form, dict)):
+    if isinstance(value, (*_BYTES, Set)) or (isinstance(value, Mapping) and isinstance(form, dict)):
         return False
     if isinstance(value, Sequence) and isinstance(form, list):
         return len(form) != len(value)
@@ -216,14 +217,14 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
-    if isinstance(value, bytes | bytearray):  # pydantic has the alphabet of URLs
+    if isinstance(value, _BYTES):  # pydantic has the alphabet of URLs
         return base64.b64encode(value).decode()
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
 
 
 def is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
     """Whether JSON has an array for it."""
-    return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
+    return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, (str, *_BYTES)))
 
 
 def _is_dataclass(value: Any) -> TypeGuard[Any]:
