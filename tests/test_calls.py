@@ -32,13 +32,13 @@ from conftest import (
     client_of,
     connect,
     echo,
-    hosting,
     program,
     registry_of,
     serving,
     stdio,
     with_clock,
 )
+from jsonschema import ValidationError
 from mcp_types import ElicitResult
 from support import (
     ENVIRONMENT,
@@ -49,7 +49,9 @@ from support import (
     accept,
     ask,
     asking,
+    calls,
     guarded,
+    hosted,
     modern,
     noting,
     stage,
@@ -57,24 +59,11 @@ from support import (
     wired,
 )
 
-from apcore_mcp import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, async_serve, elicit, report_progress
+from apcore_mcp import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, elicit, report_progress
+from apcore_mcp.conversation import _content_of
+from apcore_mcp.schemas import form_of
 
 WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
-
-
-def setting(event: Any) -> Any:
-    """A module that sets an event of its server's loop or of a thread."""
-
-    async def set_it(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        event.set()
-        return {}
-
-    return set_it
-
-
-async def cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=20)
 
 
 # ---- Progress ----
@@ -178,8 +167,7 @@ async def test_a_module_that_blocks_the_loop_may_report() -> None:
 # ---- Questions ----
 
 
-async def ask_below(inputs: dict[str, Any], context: Any) -> Any:
-    return await context.executor.call_async("ask", {}, context)
+ask_below = calls("ask")
 
 
 def ask_from_sync(inputs: dict[str, Any], context: Any) -> Any:
@@ -263,7 +251,8 @@ async def test_after_a_question_is_given_up(mode: str) -> None:
     async def ask_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         first = asyncio.create_task(elicit(context, "First?", SCHEMA))
         assert await asyncio.to_thread(first_is_open.wait, 20)
-        await cancel(first)
+        first.cancel()
+        await asyncio.wait({first}, timeout=20)
         second = asyncio.create_task(elicit(context, "Second?", SCHEMA))
         asyncio.get_running_loop().call_soon(second_is_open.set)  # after the task has begun
         return {"answer": await second}
@@ -287,15 +276,20 @@ async def test_what_outlives_its_call_asks_nobody() -> None:
         late.append(asyncio.create_task(ask_late(context)))
         early = asyncio.create_task(elicit(context, "Early?", SCHEMA, key="name"))
         await given_up.wait()
-        await cancel(early)
+        early.cancel()
+        await asyncio.wait({early}, timeout=20)
         return {"done": True}
 
     async def go_on(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         fetched.set()
         return {"answer": await asyncio.wait_for(late[0], 10)}
 
+    async def give_up(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        given_up.set()
+        return {}
+
     given_up, fetched = asyncio.Event(), asyncio.Event()
-    modules = {"linger": linger, "give.up": setting(given_up), "go.on": go_on, "echo": echo}
+    modules = {"linger": linger, "give.up": give_up, "go.on": go_on, "echo": echo}
     async with wired(modules) as wire:
         _, _, state = await wire.question("linger")
         await wire.call("give.up")
@@ -348,7 +342,7 @@ def form(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
-QUESTIONS: dict[str, Any] = {
+NO_FORMS: dict[str, Any] = {
     "nan": form(n={"type": "number", "default": math.nan}),
     "no-json": form(n={"type": "string", "default": object()}),
     "nested": form(n=form()),
@@ -365,34 +359,51 @@ QUESTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("schema", NO_FORMS.values(), ids=NO_FORMS)
+def test_a_question_without_a_form_is_a_value_error(schema: Any) -> None:
+    """No form has a pattern: Python's `re` can take days to hold an answer against one."""
+    with pytest.raises(ValueError, match="question"):
+        form_of(schema)
+
+
+@pytest.mark.parametrize(("mode", "user"), [(MODERN, "yes"), (HANDSHAKE, "cannot")])
+async def test_nothing_is_sent_of_a_question_without_a_form(mode: str, user: str) -> None:
+    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        with pytest.raises(ValueError, match="pattern"):
+            await elicit(context, "Which?", NO_FORMS["a-pattern"], key="name")
+        return {"answer": await elicit(context, "Then?\ud800", SCHEMA)}
+
+    arguments, asked = asking(accept(name="Ada") if user == "yes" else None)
+    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
+        result = await client.call_tool("wonder")
+    assert result.structured_content == {"answer": {"name": "Ada"} if user == "yes" else None}
+    assert [p.message for p in asked] == (["Then??"] if user == "yes" else [])
+
+
 TITLED = [{"const": "s", "title": "Small"}, {"const": "l", "title": "Large"}]
 FIELDS: dict[str, tuple[dict[str, Any], Any, Any]] = {  # with an answer that fits and one that does not
     "text": ({"type": "string", "minLength": 2, "default": "ab", "title": "T", "description": "D"}, "abc", "a"),
     "date": ({"type": "string", "format": "date"}, "2026-01-02", 7),
     "address": ({"type": "string", "format": "uri", "maxLength": 3}, "a:b", "a:bc"),
     "one": ({"type": "string", "enum": ["s", "l"], "format": "size", "default": "s"}, "l", "m"),
-    "one by name": ({"type": "string", "enum": ["s", "l"], "enumNames": ["Small", "Large"]}, "s", "Small"),
-    "one by title": ({"type": "string", "oneOf": TITLED, "format": "size"}, "l", "Large"),
+    "one-by-name": ({"type": "string", "enum": ["s", "l"], "enumNames": ["Small", "Large"]}, "s", "Small"),
+    "one-by-title": ({"type": "string", "oneOf": TITLED, "format": "size"}, "l", "Large"),
     "some": ({"type": "array", "items": {"type": "string", "enum": ["s", "l"]}, "maxItems": 1}, ["s"], ["s", "l"]),
-    "some by title": ({"type": "array", "items": {"anyOf": TITLED}, "default": ["s"]}, ["l", "s"], ["m"]),
+    "some-by-title": ({"type": "array", "items": {"anyOf": TITLED}, "default": ["s"]}, ["l", "s"], ["m"]),
+    "more-than-there-is": ({"type": "array", "items": {"anyOf": TITLED}}, ["l"], ["l"] * 3),
     "integer": ({"type": "integer", "minimum": 1, "default": 1}, 2, 0),
     "number": ({"type": "number", "maximum": 1.5, "default": None}, 1.25, 2),
-    "yes or no": ({"type": "boolean", "default": True}, False, "no"),
+    "yes-or-no": ({"type": "boolean", "default": True}, False, "no"),
 }
 
 
-async def test_each_kind_of_field_can_be_asked_for(mode: str) -> None:
-    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, inputs["field"], form(n=FIELDS[inputs["field"]][0]))}
-
-    answer = 1
-    arguments, asked = asking(lambda params: accept(n=FIELDS[params.message][answer]))
-    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
-        for field, (schema, right, _) in FIELDS.items():
-            for answer in (1, 2):
-                result = await client.call_tool("wonder", {"field": field})
-                assert result.structured_content == {"answer": {"n": right} if answer == 1 else None}, (field, answer)
-            assert asked[-1].requested_schema == form(n=schema)
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
+    schema, right, wrong = FIELDS[field]
+    assert form_of(form(n=schema)) == form(n=schema)
+    assert _content_of(accept(n=right), form(n=schema)) == {"n": right}
+    with pytest.raises((ValueError, ValidationError)):
+        _content_of(accept(n=wrong), form(n=schema))
 
 
 async def test_an_answer_with_endless_choices_holds_up_nobody() -> None:
@@ -408,26 +419,6 @@ async def test_an_answer_with_endless_choices_holds_up_nobody() -> None:
         async with asyncio.timeout(5):
             assert (await client.call_tool("wonder")).structured_content == {"answer": None}
         assert (await client.call_tool("wonder")).structured_content == {"answer": {"n": ["19", "3"]}}
-
-
-@pytest.mark.parametrize(("mode", "user"), [(MODERN, "yes"), (HANDSHAKE, "cannot")])
-async def test_a_question_without_a_form_is_a_value_error(mode: str, user: str) -> None:
-    """Before anything is sent. No form has a pattern: Python's `re` can take days to hold an answer against one."""
-
-    async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        try:
-            return {"answer": await elicit(context, "Which?", QUESTIONS[inputs["which"]], key="name")}
-        except ValueError as error:
-            return {"told": bool(str(error)), "then": await elicit(context, f"{inputs['which']}\ud800", SCHEMA)}
-
-    arguments, asked = asking(accept(name="Ada") if user == "yes" else None)
-    async with connect({"wonder": wonder}, mode=mode, client=arguments) as client, asyncio.timeout(20):
-        results = {
-            which: (await client.call_tool("wonder", {"which": which})).structured_content for which in QUESTIONS
-        }
-    expected = {"told": True, "then": {"name": "Ada"} if user == "yes" else None}
-    assert results == dict.fromkeys(QUESTIONS, expected)
-    assert [p.message for p in asked] == ([f"{which}?" for which in QUESTIONS] if user == "yes" else [])
 
 
 @pytest.mark.requirement("FR-EXT-003")
@@ -480,8 +471,7 @@ def test_an_unanswered_question_is_none_in_ten_minutes() -> None:
 
     async def story(clock: Clock) -> None:
         executor = Executor(registry_of({"patient": patient}), config=WITHOUT_LIMIT)
-        user, _ = asking(accept())
-        async with async_serve(executor) as app, hosting(app) as url, client_of(url, **user) as client:
+        async with hosted(executor, user=asking(accept())[0]) as client:
             _, _, state = await Wire(client).question("patient")
             await clock.put_forward(9 * 60)
             assert told == []
