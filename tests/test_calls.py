@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import math
 import queue
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import httpx
 import pytest
 from apcore import Config, Executor
 from apcore.cancel import ExecutionCancelledError
@@ -52,15 +50,14 @@ from support import (
     calls,
     guarded,
     hosted,
-    modern,
     noting,
     stage,
     text_of,
-    wired,
 )
 
 from apcore_mcp import MCP_ELICIT_KEY, MCP_PROGRESS_KEY, elicit, report_progress
-from apcore_mcp.conversation import _content_of
+from apcore_mcp.client import Client
+from apcore_mcp.conversation import Conversation, WaitingRoom, _content_of
 from apcore_mcp.schemas import form_of
 
 WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
@@ -99,32 +96,36 @@ def test_no_progress_without_token_or_after_the_result() -> None:
         assert wire == ["steps", {"progressToken": "t", "progress": 7}, "beyond", "release", "ended"]
 
 
-def test_progress_only_rises() -> None:
+REPORTS: list[tuple[tuple[Any, ...], tuple[Any, ...] | None]] = [  # what a module says, and what is sent
+    ((math.nan,), None),
+    ((1,), (1, None, None)),
+    ((1,), None),
+    ((0.5, 10), None),
+    ((math.inf, 10), None),
+    ((Decimal("2.5"), Decimal(10)), (2.5, 10, None)),
+    ((-math.inf, 10), None),
+    ((Fraction(11, 4),), (2.75, None, None)),
+    ((True, 10), None),
+    ((3, 3), (3, 3, None)),
+    ((4, math.inf), (4, None, None)),
+    ((5, math.nan), (5, None, None)),
+    ((6, -math.inf), (6, None, None)),
+    ((7, None, "half of a pair: \ud83d"), (7, None, "half of a pair: ?")),
+]
+
+
+async def test_progress_only_rises() -> None:
     """MCP "Progress": MUST increase. What cannot be said as a number is no progress, and is not said as text."""
-    steps = [math.nan, 1, 1, 0.5, math.inf, Decimal("2.5"), -math.inf, Fraction(11, 4), True, 3, 4, 5, 6]
-    totals = [None, None, 10, 10, 10, Decimal(10), 10, None, 10, 3, math.inf, math.nan, -math.inf]
+    told: list[Any] = []
 
-    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        for step, total in zip(steps, totals, strict=True):
-            await report_progress(context, step, total)  # type: ignore[arg-type]
-        await report_progress(context, 7, message="half of a pair: \ud83d")
-        return {}
+    async def note(*report: Any) -> None:
+        told.append(report)
 
-    request = modern("tools/call", {"name": "work"})
-    request["json"]["params"]["_meta"]["progressToken"] = "t"
-    with serving(registry_of({"work": work})) as url:
-        *told, _ = [line[6:] for line in httpx.post(f"{url}/mcp", **request).text.splitlines() if "{" in line]
-    params = [json.loads(event)["params"] for event in told]
-    assert all(each.pop("progressToken") == "t" for each in params)
-    assert params.pop() == {"progress": 7, "message": "half of a pair: ?"}
-    without_total = [{"progress": number} for number in (4, 5, 6)]
-    assert params == [
-        {"progress": 1},
-        {"progress": 2.5, "total": 10},
-        {"progress": 2.75},
-        {"progress": 3, "total": 3},
-        *without_total,
-    ]
+    conversation = Conversation("t", {}, None, Client(session=SimpleNamespace(report_progress=note)), WaitingRoom())
+    for said, _ in REPORTS:
+        await conversation.report(*said)
+    assert told == [sent for _, sent in REPORTS if sent]
+    assert {type(number) for number, *_ in told} == {float}
 
 
 async def test_a_plain_function_reports_without_await() -> None:
@@ -167,13 +168,6 @@ async def test_a_module_that_blocks_the_loop_may_report() -> None:
 # ---- Questions ----
 
 
-ask_below = calls("ask")
-
-
-def ask_from_sync(inputs: dict[str, Any], context: Any) -> Any:
-    return context.executor.call("ask", {}, context)
-
-
 ANSWERS: list[tuple[ElicitResult, dict[str, Any] | None]] = [
     (accept(name="Ada"), {"name": "Ada"}),
     (accept(), None),
@@ -187,31 +181,13 @@ ANSWERS: list[tuple[ElicitResult, dict[str, Any] | None]] = [
 async def test_a_module_is_given_the_answer_or_none(mode: str) -> None:
     given = ElicitResult(action="decline")
     arguments, asked = asking(lambda params: given)
-    modules = {"ask": ask, "ask_below": ask_below, "ask_from_sync": ask_from_sync}
+    from_sync = FunctionalModule(lambda inputs, context: context.executor.call("ask", {}, context))
+    modules = {"ask": ask, "ask_below": calls("ask"), "from_sync": from_sync}
     async with connect(modules, mode=mode, client=arguments) as client, asyncio.timeout(20):
         for module_id in modules:
             for given, seen in ANSWERS:  # noqa: B007  the callback above reads it
                 assert (await client.call_tool(module_id)).structured_content == {"answer": seen}, module_id
     assert [(p.message, p.requested_schema) for p in asked] == [("Who are you?", SCHEMA)] * 15
-
-
-async def test_a_question_is_a_confirmation_or_a_flat_form(mode: str) -> None:
-    """As the schema of a pydantic model with an enum does; a form knows no references."""
-    size = {"type": "string", "enum": ["small", "large"]}
-    closed = {"type": "object", "additionalProperties": False}
-    referring = {**closed, "properties": {"size": {"$ref": "#/$defs/Size"}}, "$defs": {"Size": size}}
-
-    async def choose(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        question = inputs["question"]
-        return {"answer": await elicit(context, question, referring if "size" in question else None)}
-
-    answers = {"Go on?": accept(), "": ElicitResult(action="decline"), "Which size?": accept(size="large")}
-    arguments, asked = asking(lambda params: answers[params.message])
-    async with connect({"choose": choose}, mode=mode, client=arguments) as client, asyncio.timeout(20):
-        for question, given in answers.items():
-            result = await client.call_tool("choose", {"question": question})
-            assert result.structured_content == {"answer": given.content if given.action == "accept" else None}
-    assert [p.requested_schema["properties"] for p in asked] == [{}, {}, {"size": size}]  # all that a client reads
 
 
 async def test_a_module_that_asks_often_runs_once(mode: str) -> None:
@@ -239,33 +215,32 @@ async def test_a_module_that_asks_often_runs_once(mode: str) -> None:
 async def test_after_a_question_is_given_up(mode: str) -> None:
     """From 2026-07-28 on, the retry of the first is answered with the second."""
     asked: list[str] = []
-    first_is_open, second_is_open = threading.Event(), threading.Event()
+    first_is_open, second_is_open = asyncio.Event(), asyncio.Event()
 
     async def answer(context: Any, params: Any) -> ElicitResult:
         asked.append(params.message)
         if params.message == "First?":
             first_is_open.set()
-            assert await asyncio.to_thread(second_is_open.wait, 20)
+            await second_is_open.wait()
         return accept(name=f"to {params.message}")
 
     async def ask_twice(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         first = asyncio.create_task(elicit(context, "First?", SCHEMA))
-        assert await asyncio.to_thread(first_is_open.wait, 20)
+        await first_is_open.wait()
         first.cancel()
-        await asyncio.wait({first}, timeout=20)
+        await asyncio.wait({first})
         second = asyncio.create_task(elicit(context, "Second?", SCHEMA))
         asyncio.get_running_loop().call_soon(second_is_open.set)  # after the task has begun
         return {"answer": await second}
 
-    arguments = {"elicitation_callback": answer}
-    async with connect({"ask": ask_twice}, mode=mode, client=arguments) as client, asyncio.timeout(30):
-        result = await client.call_tool("ask")
-    assert result.structured_content == {"answer": {"name": "to Second?"}}
+    async with hosted({"ask": ask_twice}, mode, {"elicitation_callback": answer}) as client, asyncio.timeout(30):
+        assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "to Second?"}}
     assert asked == ["First?", "Second?"]
 
 
 async def test_what_outlives_its_call_asks_nobody() -> None:
     """From 2026-07-28: the call ended while its question was open, and the retry is no way to ask another."""
+    given_up, fetched = asyncio.Event(), asyncio.Event()
     late = list[asyncio.Task[Any]]()
 
     async def ask_late(context: Any) -> Any:
@@ -277,26 +252,19 @@ async def test_what_outlives_its_call_asks_nobody() -> None:
         early = asyncio.create_task(elicit(context, "Early?", SCHEMA, key="name"))
         await given_up.wait()
         early.cancel()
-        await asyncio.wait({early}, timeout=20)
+        await asyncio.wait({early})
         return {"done": True}
 
-    async def go_on(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        fetched.set()
-        return {"answer": await asyncio.wait_for(late[0], 10)}
-
-    async def give_up(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        given_up.set()
-        return {}
-
-    given_up, fetched = asyncio.Event(), asyncio.Event()
-    modules = {"linger": linger, "give.up": give_up, "go.on": go_on, "echo": echo}
-    async with wired(modules) as wire:
+    modules = {"linger": linger, "echo": echo}
+    async with hosted(modules, user=asking(accept())[0]) as client, asyncio.timeout(30):
+        wire = Wire(client)
         _, _, state = await wire.question("linger")
-        await wire.call("give.up")
+        given_up.set()
         await wire.call("echo")  # by then it has ended
         given = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
         assert (await wire.call("linger", **given)).structured_content == {"done": True}
-        assert (await wire.call("go.on")).structured_content == {"answer": None}
+        fetched.set()
+        assert await late[0] is None
 
 
 async def test_a_module_past_its_timeout_gets_no_answer() -> None:
@@ -397,6 +365,14 @@ FIELDS: dict[str, tuple[dict[str, Any], Any, Any]] = {  # with an answer that fi
 }
 
 
+def test_a_form_is_flat_and_closes_references() -> None:
+    """As the schema of a pydantic model with an enum does; a form knows no references, and none is a confirmation."""
+    size = {"type": "string", "enum": ["small", "large"]}
+    referring = {**form(size={"$ref": "#/$defs/Size"}), "$defs": {"Size": size}}
+    assert form_of(referring) == form(size=size)
+    assert (form_of(None), _content_of(accept(), form())) == (form(), {})
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
     schema, right, wrong = FIELDS[field]
@@ -409,16 +385,13 @@ def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
 async def test_an_answer_with_endless_choices_holds_up_nobody() -> None:
     """Each of its items would be looked for among all options, while no other client is answered."""
     titled = [{"const": str(number), "title": f"Number {number}"} for number in range(20)]
-    schema = {"type": "array", "items": {"anyOf": titled}}
 
     async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, "Which?", form(n=schema))}
+        return {"answer": await elicit(context, "Which?", form(n={"type": "array", "items": {"anyOf": titled}}))}
 
-    answers = iter([["19"] * 100_000, ["19", "3"]])
-    async with connect({"wonder": wonder}, client=asking(lambda params: accept(n=next(answers)))[0]) as client:
-        async with asyncio.timeout(5):
-            assert (await client.call_tool("wonder")).structured_content == {"answer": None}
-        assert (await client.call_tool("wonder")).structured_content == {"answer": {"n": ["19", "3"]}}
+    user, _ = asking(accept(n=["19"] * 100_000))
+    async with connect({"wonder": wonder}, client=user) as client, asyncio.timeout(5):
+        assert (await client.call_tool("wonder")).structured_content == {"answer": None}
 
 
 @pytest.mark.requirement("FR-EXT-003")
@@ -432,7 +405,7 @@ async def test_what_stands_under_the_context_keys() -> None:
         await context.data[MCP_PROGRESS_KEY](progress=1, total=2, message="half")
         return {"answer": await context.data[MCP_ELICIT_KEY](message="Who?", requested_schema=SCHEMA, key="name")}
 
-    registry = registry_of({"ask": ask, "ask_below": ask_below, "by_key": by_key})
+    registry = registry_of({"ask": ask, "ask_below": calls("ask"), "by_key": by_key})
     for module_id, output in (("ask", {"answer": None}), ("ask_below", {"answer": None}), ("by_key", {})):
         assert await Executor(registry).call_async(module_id, {}) == output
     async with connect(registry, client=asking(accept(name="Ada"))[0]) as client, asyncio.timeout(20):
@@ -497,14 +470,11 @@ async def test_progress_while_a_question_is_open() -> None:
         await report_progress(context, 2)
         return {}
 
-    async def report(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    async with hosted({"work": work}, user=asking(accept())[0]) as client, asyncio.timeout(30):
+        wire = Wire(client)
+        _, _, state = await wire.question("work", progress_callback=first)
         proceed.set()
         await reported.wait()
-        return {}
-
-    async with wired({"work": work, "report": report}) as wire:
-        _, _, state = await wire.question("work", progress_callback=first)
-        await wire.call("report")
         answer = {"name": accept()}
         await wire.call("work", request_state=state, input_responses=answer, progress_callback=second)
     assert (told, told_later) == ([(1, None, None)], [(2, None, None)])

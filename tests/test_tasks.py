@@ -135,22 +135,23 @@ def without_meta(result: dict[str, Any]) -> dict[str, Any]:
 # ---- What becomes a task ----
 
 
-@pytest.mark.parametrize(
-    ("metadata", "extra", "is_long"),
-    [
-        ({}, {"mcp_async": True}, True),
-        ({}, {"mcp_async": "true"}, True),
-        ({"async": True}, {}, True),
-        ({"async": "true"}, {}, True),
-        ({}, {"mcp_async": "no"}, False),
-        ({}, {"mcp_async": 1}, False),
-        ({"async": False}, {}, False),
-    ],
-)
-async def test_a_module_is_marked_as_long(metadata: Any, extra: Any, is_long: bool) -> None:
-    module = FunctionalModule(echo, metadata=metadata, annotations=ModuleAnnotations(extra=extra))
-    async with wired({"long": module}) as wire:
-        assert (await wire.call("long"))["resultType"] == ("task" if is_long else "complete")
+MARKS = {  # by metadata, and by `extra` of the annotations
+    "task": [({}, {"mcp_async": True}), ({}, {"mcp_async": "true"}), ({"async": True}, {}), ({"async": "true"}, {})],
+    "complete": [({}, {"mcp_async": "no"}), ({}, {"mcp_async": 1}), ({"async": False}, {}), ({}, {})],
+}
+
+
+async def test_which_modules_are_long() -> None:
+    """Also through search."""
+    registry = registry_of()
+    async with wired(registry, search=True) as wire:
+        for kind, marks in MARKS.items():
+            for metadata, extra in marks:
+                annotations = ModuleAnnotations(extra=extra)
+                registry.register("m", FunctionalModule(echo, metadata=metadata, annotations=annotations))
+                result = await wire.call("call_tool", {"name": "m", "arguments": {}})
+                assert result["resultType"] == kind, (metadata, extra)
+                registry.unregister("m")
 
 
 async def test_a_long_call_is_a_task_at_once() -> None:
@@ -199,23 +200,14 @@ def test_task_after_is_a_number_of_seconds_or_none(seconds: float) -> None:
         serve(Registry(), task_after=seconds)
 
 
-async def test_a_call_through_search_is_a_task_too() -> None:
-    async with wired({"long": long(echo)}, search=True) as wire:
-        task_id = await wire.begin("call_tool", {"name": "long", "arguments": {"n": 1}})
-        assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"n": 1}
-
-
 # ---- Who sees nothing of it ----
 
 
 async def test_without_the_extension_there_are_no_tasks() -> None:
-    async with wired({"echo": echo, "long": long(echo)}, task_after=0) as wire:
-        task_id = await wire.begin("long")
+    async with wired({"echo": echo}, task_after=0) as wire:
         for capabilities in ({}, {"extensions": {}}, {"extensions": {"io.modelcontextprotocol/ui": {}}}):
             wire.capabilities = capabilities
             assert (await wire.call("echo", {"n": 1}))["structuredContent"] == {"n": 1}
-            for method in ("tasks/get", "tasks/update", "tasks/cancel"):
-                assert await wire.refusal(method, {"taskId": task_id}) == (-32021, REQUIRED)
 
 
 def test_a_handshake_client_sees_no_tasks() -> None:
@@ -266,7 +258,7 @@ async def test_what_is_wrong_with_a_request() -> None:
             unknown = {"taskId": "unknown", "inputResponses": {}}
             wire.capabilities.pop("extensions", None)
             for params in (named, unknown, {}):
-                assert (await wire.refusal(method, params, mcp_name="x"))[0] == -32021
+                assert await wire.refusal(method, params, mcp_name="x") == (-32021, REQUIRED)
             wire.capabilities["extensions"] = {TASKS: {}}
             for params in (named, unknown, {}):
                 for header in (None, "x", task_id[:-1]):
@@ -407,14 +399,13 @@ async def test_approval_before_and_inside_a_task() -> None:
 # ---- Its end ----
 
 
-@pytest.mark.parametrize("kind", ["async", "sync", "asks"])
-async def test_a_client_cancels_its_task(kind: str) -> None:
+async def test_a_client_cancels_its_task() -> None:
     ended, begun = threading.Event(), threading.Event()
 
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         begun.set()
         try:
-            await (elicit(context, "?") if kind == "asks" else asyncio.Event().wait())
+            await (elicit(context, "?") if inputs else asyncio.Event().wait())
         finally:
             ended.set()
         return {}
@@ -428,13 +419,15 @@ async def test_a_client_cancels_its_task(kind: str) -> None:
         ended.set()
         return {}
 
-    async with wired({"wait": long(watch if kind == "sync" else wait), "echo": long(echo)}) as wire:
-        task_id = await wire.begin("wait")
-        assert await asyncio.to_thread(begun.wait, 10)
-        assert without_meta(await wire.cancel(task_id)) == {"resultType": "complete"}
-        task = await wire.until(task_id, "cancelled")
-        assert not task.keys() & {"result", "error", "inputRequests"}
-        assert await asyncio.to_thread(ended.wait, 10)
+    async with wired({"work": long(work), "watch": long(watch), "echo": long(echo)}) as wire:
+        for module, arguments in (("work", {}), ("work", {"asks": True}), ("watch", {})):
+            ended.clear(), begun.clear()
+            task_id = await wire.begin(module, arguments)
+            assert await asyncio.to_thread(begun.wait, 10)
+            assert without_meta(await wire.cancel(task_id)) == {"resultType": "complete"}
+            task = await wire.until(task_id, "cancelled")
+            assert not task.keys() & {"result", "error", "inputRequests"}
+            assert await asyncio.to_thread(ended.wait, 10)
         task_id = await wire.begin("echo", {"n": 1})
         task = await wire.until(task_id, "completed")
         await wire.cancel(task_id)
@@ -560,7 +553,7 @@ async def test_of_64_mebibytes_of_results_the_oldest_go() -> None:
     async def large(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"text": "x" * inputs["size"]}  # and as much structured content
 
-    async with wired({"large": long(large)}, user="ann", middleware=LOGIN) as ann:
+    async with wired({"large": long(large)}, user="ann", middleware=LOGIN, max_result=0) as ann:
         bob = Wire(ann.http, "bob")
         first = await bob.begin("large", {"size": 1})
         tasks = [await ann.begin("large", {"size": 4_500_000}) for _ in range(8)]
@@ -750,13 +743,10 @@ async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: pytest.Mo
     """From their beginning to their end, also where they end in time. One more waits, and apcore's limits hold."""
     monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
 
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await asyncio.Event().wait()
-        return {}
-
+    wait, _, _ = waiting()
     limits = Config({"executor": {"default_timeout": 500, "global_timeout": 60_000}})
     executor = Executor(registry_of({"wait": long(wait), "echo": long(echo)}), config=limits)
-    async with wired(executor, task_after=0.2) as wire:
+    async with wired(executor, task_after=0.2, shutdown_seconds=0.1) as wire:
         wire.capabilities = {}
         for _ in range(3):
             assert (await wire.call("echo", {"n": 1}))["structuredContent"] == {"n": 1}

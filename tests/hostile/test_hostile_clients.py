@@ -273,6 +273,7 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
 
 # ---- Who writes arguments ----
 
+
 LOOKED_AT: list[str] = []
 
 
