@@ -231,7 +231,7 @@ async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, us
             await executor.call_async("wipe", {})
 
 
-def test_deny_beside_a_handler_of_the_executors_own_is_refused() -> None:
+def test_deny_beside_an_own_handler_is_refused() -> None:
     """It would deny nothing."""
     executor, _ = wiping(approval_handler=AutoApproveHandler())
     with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
@@ -563,7 +563,7 @@ def test_only_what_can_be_read_is_shown() -> None:
     assert shown(fields("t"), {"t": SEEN}) == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
 
 
-def test_of_many_arguments_those_of_the_schema_are_shown() -> None:
+def test_of_many_arguments_the_known_are_shown() -> None:
     """However many a caller sends: they take no place of one that counts."""
     referring = {"$ref": "#/$defs/disk", "$defs": {"disk": fields("disk")}}
     lines = shown(referring, {**{f"a{n}": n for n in range(5_000)}, "disk": "sda"})
@@ -733,7 +733,7 @@ PYTHON = {  # what another module passes, and what is shown of it
 }
 
 
-async def test_a_question_shows_python_values_and_uses_up_none() -> None:
+async def test_a_question_uses_up_no_value() -> None:
     ran: list[dict[str, Any]] = []
     given = {name: value for name, (value, _) in PYTHON.items()}
 
@@ -756,7 +756,7 @@ class Box(BaseModel):
 
 
 @pytest.mark.parametrize("handler", [ElicitationApprovalHandler(), AutoApproveHandler()])
-async def test_a_module_that_is_no_tool_is_asked_about_when_another_calls_it(handler: Any) -> None:
+async def test_a_module_that_is_no_tool_is_asked_about(handler: Any) -> None:
     """Its schema refers to itself, and what it marks could stand anywhere."""
     ran: list[dict[str, Any]] = []
     box = {"name": "red", "pin": "s3cret", "boxes": [{"name": "small", "pin": "s3cret"}]}
@@ -856,7 +856,7 @@ def aged(state: str, **claims: Any) -> str:
     return codec.seal(json.dumps({**json.loads(codec.unseal(state)), **claims}).encode())
 
 
-async def test_only_the_state_of_the_question_begins_a_call() -> None:
+async def test_only_its_own_state_begins_a_call() -> None:
     ran: list[dict[str, Any]] = []
     kept = serving(registry_of({"burn": ask}))
     with replica(ran) as url, replica(ran, state_key="x" * 32) as of_others, kept as with_sessions:
@@ -883,7 +883,7 @@ async def test_only_the_state_of_the_question_begins_a_call() -> None:
     assert ran == []
 
 
-def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
+def test_only_who_was_asked_brings_the_answer() -> None:
     """Callers as any middleware finds them out, not only the SDK's for tokens."""
     ran: list[dict[str, Any]] = []
     params: dict[str, Any] = {"name": "burn", "arguments": {}, "_meta": CAN_BE_ASKED}
@@ -901,7 +901,7 @@ def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
 
 
 @pytest.mark.parametrize("approval", ["require", "auto"])
-async def test_without_state_nobody_is_asked_about_nested_calls(approval: str) -> None:
+async def test_without_state_nested_calls_are_refused(approval: str) -> None:
     """And none is let through: who made the call could be asked."""
     ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
@@ -967,7 +967,7 @@ async def test_arguments_and_acl_are_checked_before_each_round() -> None:
         ({"state_key": "k" * 32}, "stateless"),
     ],
 )
-def test_a_state_key_is_long_and_for_stateless_servers(options: dict[str, Any], says: str) -> None:
+def test_a_state_key_is_long_and_for_stateless_use(options: dict[str, Any], says: str) -> None:
     for door in (serve, MCPServer, async_serve):
         with pytest.raises(ValueError, match=says) as caught:
             door(registry_of(), transport="streamable-http", **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import math
 import queue
@@ -27,13 +28,10 @@ from conftest import (
     Clock,
     FunctionalModule,
     RawClient,
-    client_of,
     connect,
     echo,
     program,
     registry_of,
-    serving,
-    stdio,
     with_clock,
 )
 from jsonschema import ValidationError
@@ -41,7 +39,6 @@ from mcp_types import ElicitResult
 from support import (
     ENVIRONMENT,
     SCHEMA,
-    STAGE_ON_STDIO,
     UNASKED,
     Wire,
     accept,
@@ -81,19 +78,32 @@ async def test_progress_arrives_in_order_before_the_result(mode: str) -> None:
             assert (result.structured_content, told) == ({"done": True}, STEPS)
 
 
-def test_no_progress_without_token_or_after_the_result() -> None:
-    with RawClient(STAGE_ON_STDIO, env=ENVIRONMENT) as client:
-        client.initialize()
+ON_STDIO = """
+import conftest, support
+stage = support.stage()
+stage.register("ask", conftest.FunctionalModule(support.ask))
+serve(stage)
+"""
+
+
+def test_progress_and_questions_over_stdio() -> None:
+    """No progress without a token or after the result; questions as over HTTP."""
+    with RawClient(program(ON_STDIO), env=ENVIRONMENT) as client:
+        client.initialize(elicitation={})
         wire = []
         for name, meta in (("steps", {}), ("beyond", {"progressToken": "t"}), ("release", {}), ("ended", {})):
-            if name != "ended":
-                request_id = client.send("tools/call", {"name": name, "arguments": {}, "_meta": meta})
-            else:
-                request_id = client.send("ping")
+            call = {"name": name, "arguments": {}, "_meta": meta}
+            request_id = client.send("ping") if name == "ended" else client.send("tools/call", call)
             while (message := client.receive()).get("id") != request_id:
                 wire.append(message["params"])
             wire.append(name)
         assert wire == ["steps", {"progressToken": "t", "progress": 7}, "beyond", "release", "ended"]
+        client.send("tools/call", {"name": "ask", "arguments": {}})
+        question = client.receive()
+        assert question["method"] == "elicitation/create"
+        answer = {"action": "accept", "content": {"name": "Ada"}}
+        client.send_line(json.dumps({"jsonrpc": "2.0", "id": question["id"], "result": answer}).encode())
+        assert client.receive()["result"]["structuredContent"] == {"answer": {"name": "Ada"}}
 
 
 REPORTS: list[tuple[tuple[Any, ...], tuple[Any, ...] | None]] = [  # what a module says, and what is sent
@@ -129,8 +139,7 @@ async def test_progress_only_rises() -> None:
 
 
 async def test_a_plain_function_reports_without_await() -> None:
-    """Before it goes on, and as well where it runs the report in a loop of its own. Nobody is warned of what is not
-    awaited."""
+    """Before it goes on, also in a loop of its own; nobody is warned of what is not awaited."""
 
     def stack(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         for number in (1, 2, 3):
@@ -382,7 +391,7 @@ def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
         _content_of(accept(n=wrong), form(n=schema))
 
 
-async def test_an_answer_with_endless_choices_holds_up_nobody() -> None:
+async def test_an_endless_answer_holds_up_nobody() -> None:
     """Each of its items would be looked for among all options, while no other client is answered."""
     titled = [{"const": str(number), "title": f"Number {number}"} for number in range(20)]
 
@@ -423,16 +432,6 @@ async def test_without_sessions_nobody_is_asked(mode: str, approval: str, told: 
         assert (await client.call_tool("ask")).structured_content == {"answer": None}
         assert text_of(await client.call_tool("wipe")) == told
     assert asked == []
-
-
-async def test_questions_over_stdio_and_sse() -> None:
-    on_stdio = program("import conftest, support; serve(conftest.registry_of({'ask': support.ask}))")
-    arguments, _ = asking(accept(name="Ada"))
-    with serving(registry_of({"ask": ask}), transport="sse") as url:
-        servers: list[Any] = [stdio(on_stdio, **ENVIRONMENT), f"{url}/sse"]
-        for server in servers:
-            async with client_of(server, HANDSHAKE, **arguments) as client:
-                assert (await client.call_tool("ask")).structured_content == {"answer": {"name": "Ada"}}
 
 
 def test_an_unanswered_question_is_none_in_ten_minutes() -> None:

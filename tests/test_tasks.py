@@ -195,7 +195,7 @@ def test_without_a_number_only_marked_modules_are_tasks() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_task_after_is_a_number_of_seconds_or_none(seconds: float) -> None:
+def test_task_after_is_seconds_or_none(seconds: float) -> None:
     with pytest.raises(ValueError, match="task_after"):
         serve(Registry(), task_after=seconds)
 
@@ -532,8 +532,7 @@ async def test_a_server_that_ends_ends_its_tasks(
 
 
 async def test_of_a_hundred_tasks_one_more_is_none() -> None:
-    """Its client waits for the result. Those that have ended do not count, whether anybody has fetched them or not; and
-    no caller takes the places of another."""
+    """Its client waits for the result. Those that have ended do not count, nor do those of other callers."""
     wait, _, go_on = waiting()
     async with wired({"wait": long(wait), "echo": long(echo)}, user="ann", middleware=LOGIN) as ann:
         bob = Wire(ann.http, "bob")
@@ -572,7 +571,7 @@ async def test_of_64_mebibytes_of_results_the_oldest_go() -> None:
         assert timers_of_results() - before == 8
 
 
-async def test_arguments_of_the_tasks_of_a_caller_have_256_kibibytes() -> None:
+async def test_arguments_of_tasks_have_256_kibibytes() -> None:
     """In memory they take ninety times their JSON. One more call is no task, and those that end make room."""
     wait, begun, go_on = waiting()
     large = {"text": "x" * 75_000}
@@ -601,9 +600,8 @@ def id_in(result: CallToolResult) -> str:
     return task_id
 
 
-def test_a_client_that_knows_no_tasks_asks_for_the_result(mode: str) -> None:
-    """It is told the progress on its own request, and the result as the call would have given it. For long work like
-    this, apcore's limit of 30 seconds does not hold."""
+def test_a_client_without_tasks_asks_for_the_result(mode: str) -> None:
+    """It is told the progress on its own request, and the result as the call would have given it, after 30 s, too."""
     typed = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
     async def story(clock: Clock) -> None:
@@ -642,7 +640,7 @@ def test_a_client_that_knows_no_tasks_asks_for_the_result(mode: str) -> None:
     with_clock(story)
 
 
-def test_questions_are_asked_before_a_client_is_told_that_it_goes_on(mode: str) -> None:
+def test_questions_come_before_it_goes_on(mode: str) -> None:
     """However long the user thinks; from then on nobody can be asked."""
 
     async def story(clock: Clock) -> None:
@@ -676,7 +674,7 @@ def test_questions_are_asked_before_a_client_is_told_that_it_goes_on(mode: str) 
     with_clock(story)
 
 
-async def test_task_result_is_its_callers_own_and_can_end_the_call() -> None:
+async def test_task_result_is_its_callers_own_and_can_cancel() -> None:
     ended = asyncio.Event()
 
     async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
