@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,8 @@ import httpx
 import httpx2
 import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, ModuleError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, hosting, registry_of, serving
 from mcp import MCPError
-from mcp.client import Client
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
@@ -27,9 +27,9 @@ from mcp.server.auth.provider import AccessToken
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import ACCEPT, Wire, accept, asking, calls, handshake, initialize_params, message
+from support import ACCEPT, Wire, accept, asking, handshake, initialize_params, message
 
-from apcore_mcp import elicit
+from apcore_mcp import async_serve, elicit
 
 
 class Named(BaseUser):
@@ -79,48 +79,66 @@ async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     return {"answer": answer, **await whoami(inputs, context)}
 
 
-def served(source: Any, **options: Any) -> contextlib.AbstractContextManager[str]:
-    """A server that stands behind `AuthenticationMiddleware`."""
-    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
-    return serving(source, middleware=middleware, **options)
+@dataclass
+class Session:
+    """A client, and who makes its requests from now on (None: nobody says)."""
+
+    caller: str | None
+    client: Any = None
+
+    async def sign(self, request: httpx2.Request) -> None:
+        if self.caller is not None:
+            request.headers["x-user"] = self.caller
+
+    async def call(self, name: str) -> Any:
+        return (await self.client.call_tool(name)).structured_content
 
 
 @contextlib.asynccontextmanager
-async def client_as(caller: str | None, url: str, mode: str = MODERN) -> AsyncIterator[Client]:
-    """A client whose requests are made by `caller` (None: nobody says); one of SSE where the URL ends like that."""
-    headers = {} if caller is None else {"x-user": caller}
-    async with httpx2.AsyncClient(headers=headers, timeout=30) as http, asyncio.timeout(30):
-        is_sse = url.endswith("/sse")
-        server = sse_client(url, headers) if is_sse else streamable_http_client(f"{url}/mcp", http_client=http)
-        async with client_of(server, mode, **asking(accept())[0]) as client:
-            yield client
+async def signed(
+    source: Any, mode: str = MODERN, transport: str = "streamable-http", caller: str | None = None, **options: Any
+) -> AsyncIterator[Session]:
+    """A session, begun by `caller`, with a server that stands behind `AuthenticationMiddleware`."""
+    session = Session(caller)
+
+    def http(**arguments: Any) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(event_hooks={"request": [session.sign]}, **{"timeout": 30, **arguments})
+
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(async_serve(source, transport=transport, **options))
+        url = await stack.enter_async_context(hosting(AuthenticationMiddleware(app, backend=Backend())))
+        await stack.enter_async_context(asyncio.timeout(30))
+        if transport == "sse":
+            server: Any = sse_client(f"{url}/sse", httpx_client_factory=http)
+        else:
+            server = streamable_http_client(f"{url}/mcp", http_client=await stack.enter_async_context(http()))
+        client = client_of(server, mode, **asking(accept())[0])
+        session.client = await stack.enter_async_context(client)
+        yield session
 
 
 async def test_a_call_is_made_by_its_requests_user() -> None:
     """A bearer token stands for its subject, or else for its client."""
-    with served(registry_of({"whoami": whoami})) as url:
-        for caller in (None, "alice", "named", "7", "", "subject", "app", "bob"):
-            async with client_as(caller, url) as client:
-                assert (await client.call_tool("whoami")).structured_content == identity(caller), caller
+    async with signed(registry_of({"whoami": whoami})) as session:
+        for session.caller in (None, "alice", "named", "7", "", "subject", "app", "bob"):
+            assert await session.call("whoami") == identity(session.caller), session.caller
 
 
-@pytest.mark.parametrize(("transport", "path"), [("streamable-http", ""), ("sse", "/sse")])
-async def test_a_sessions_call_is_made_by_its_opener(transport: str, path: str) -> None:
-    with served(registry_of({"ask": ask}), transport=transport) as url:
-        for caller in (None, "alice", "app"):
-            async with client_as(caller, url + path, HANDSHAKE) as client:
-                result = await client.call_tool("ask")
-                assert result.structured_content == {"answer": {}, **identity(caller)}, caller
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_a_sessions_call_is_made_by_its_opener(transport: str) -> None:
+    for name in (None, "alice", "app"):
+        async with signed(registry_of({"ask": ask}), HANDSHAKE, transport, caller=name) as session:
+            assert await session.call("ask") == {"answer": {}, **identity(name)}, name
 
 
 async def test_an_unreadable_caller_is_told_nothing(mode: str) -> None:
     """And offered nothing, by a list of an ACL."""
-    with served(Executor(registry_of({"whoami": whoami}), acl=ACL([]))) as url:
-        async with client_as("unreadable", url, mode) as client:
-            calls = [lambda: client.call_tool("whoami"), lambda: client.call_tool("nope.x")]
-            for ask in (*calls, client.list_tools, client.list_resources):
-                with pytest.raises(MCPError, match=r"^Internal error occurred$"):
-                    await ask()
+    executor = Executor(registry_of({"whoami": whoami}), acl=ACL([]))
+    async with signed(executor, mode, caller="unreadable") as session:
+        call, lists = session.client.call_tool, (session.client.list_tools, session.client.list_resources)
+        for ask in (lambda: call("whoami"), lambda: call("nope.x"), *lists):
+            with pytest.raises(MCPError, match=r"^Internal error occurred$"):
+                await ask()
 
 
 async def test_each_log_line_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,49 +151,51 @@ async def test_each_log_line_names_its_caller(mode: str, caplog: pytest.LogCaptu
     gated = FunctionalModule(whoami, annotations=ModuleAnnotations(requires_approval=True))
     modules = {"t.fail": fail, "t.gated": gated, "t.whoami": whoami, "door.open": whoami}
     acl = ACL([ACLRule(callers=["@external"], targets=["t.*"], effect="allow")], default_effect="deny")
-    with served(Executor(registry_of(modules), acl=acl), output_formatter=fail) as url:
-        for caller, named in ((None, ""), ("alice", " (caller: alice)")):
+    for caller, named in ((None, ""), ("alice", " (caller: alice)")):
+        executor = Executor(registry_of(modules), acl=acl)
+        async with signed(executor, mode, caller=caller, output_formatter=fail) as session:
             caplog.clear()
-            async with client_as(caller, url, mode) as client:
-                for name in (*modules, "nope.x"):
-                    await client.call_tool(name)
-            lines = [line for line in caplog.messages if line.startswith(("Tool call", "output_formatter"))]
-            assert len(lines) == 10, "a beginning and an error each"
-            error = f"Tool call error: t.fail{named} - ModuleError: the door is locked (trace "
-            assert [line for line in lines if line.startswith(error)]
-            assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
+            for name in (*modules, "nope.x"):
+                await session.client.call_tool(name)
+        lines = [line for line in caplog.messages if line.startswith(("Tool call", "output_formatter"))]
+        assert len(lines) == 10, "a beginning and an error each"
+        error = f"Tool call error: t.fail{named} - ModuleError: the door is locked (trace "
+        assert [line for line in lines if line.startswith(error)]
+        assert [line for line in lines if ("(caller: alice)" in line) != bool(caller)] == []
 
 
 async def test_only_who_began_a_call_resumes_it() -> None:
-    with served(registry_of({"ask": ask})) as url:
-        async with client_as("alice", url) as alice, client_as("bob", url) as bob, client_as("", url) as nobody:
-            _, _, state = await Wire(alice).question("ask")
-            for stranger in (bob, nobody):
-                await Wire(stranger).refused(state)
-            result = await Wire(alice).call("ask", request_state=state, input_responses={"input": accept()})
-            assert result.structured_content == {"answer": {}, **identity("alice")}
+    async with signed(registry_of({"ask": ask})) as session:
+        wire, session.caller = Wire(session.client), "alice"
+        _, _, state = await wire.question("ask")
+        for session.caller in ("bob", ""):
+            await wire.refused(state)
+        session.caller = "alice"
+        result = await wire.call("ask", request_state=state, input_responses={"input": accept()})
+        assert result.structured_content == {"answer": {}, **identity("alice")}
 
 
 async def test_a_question_says_nothing_of_the_caller() -> None:
     """Nor which module asks for another one; the user of a client need not be whom its requests are made for."""
     gated = FunctionalModule(whoami, annotations=ModuleAnnotations(requires_approval=True))
-    modules = {"gated": gated, "inner.work": calls("gated", to="bob")}
-    with served(registry_of(modules)) as url:
-        async with client_as("alice", url) as client:
-            for name in modules:
-                result = await Wire(client).call(name, {"to": "bob"})
-                key, question = next(iter(result.input_requests.items()))
-                assert question.params.message.endswith('\n- to: "bob"')
-                assert not {word for word in ("alice", "inner", "read", "write") if word in question.model_dump_json()}
-                retry = {"request_state": result.request_state, "input_responses": {key: accept(approve=True)}}
-                result = await Wire(client).call(name, {"to": "bob"}, **retry)
-                assert result.structured_content == identity("alice")
+    calls_gated = FunctionalModule(lambda inputs, context: context.executor.call("gated", {"to": "bob"}, context))
+    async with signed(registry_of({"gated": gated, "inner.work": calls_gated}), caller="alice") as session:
+        wire = Wire(session.client)
+        for name in ("gated", "inner.work"):
+            result = await wire.call(name, {"to": "bob"})
+            key, question = next(iter(result.input_requests.items()))
+            assert question.params.message.endswith('\n- to: "bob"')
+            assert not {word for word in ("alice", "inner", "read", "write") if word in question.model_dump_json()}
+            retry = {"request_state": result.request_state, "input_responses": {key: accept(approve=True)}}
+            assert (await wire.call(name, {"to": "bob"}, **retry)).structured_content == identity("alice")
 
 
 @contextlib.contextmanager
-def posting(**options: Any) -> Iterator[httpx.Client]:
-    """A client by hand of a server with a module that asks."""
-    with served(registry_of({"ask": ask}), **options) as url, httpx.Client(base_url=url, timeout=30) as client:
+def authenticated(**options: Any) -> Iterator[httpx.Client]:
+    """A client of a server behind `AuthenticationMiddleware`, with a module that asks."""
+    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
+    served = serving(registry_of({"ask": ask}), middleware=middleware, **options)
+    with served as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
 
@@ -186,7 +206,7 @@ STRANGERS: list[dict[str, str]] = [{"X-User": "bob"}, {"X-User": ""}, {}]
 
 def test_a_handshake_session_belongs_to_its_opener() -> None:
     """To another it does not exist: he can neither use, follow nor end it, nor answer its owner's questions."""
-    with posting() as client:
+    with authenticated() as client:
         hello = message("initialize", initialize_params("2025-11-25") | {"capabilities": {"elicitation": {}}})
         opened = client.post("/mcp", json=hello, headers=ACCEPT | ALICE)
         owner = ACCEPT | ALICE | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
@@ -211,7 +231,7 @@ def test_a_handshake_session_belongs_to_its_opener() -> None:
 
 def test_over_sse_a_session_belongs_to_its_opener() -> None:
     """Its id stands in a URL, which logs and proxies keep."""
-    with posting(transport="sse") as client, client.stream("GET", "/sse", headers=ALICE) as stream:
+    with authenticated(transport="sse") as client, client.stream("GET", "/sse", headers=ALICE) as stream:
         data = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
         endpoint = next(data)
         for headers, status in (*((stranger, 404) for stranger in STRANGERS), (ALICE, 202)):
