@@ -35,6 +35,7 @@ from conftest import (
     client_of,
     connect,
     echo,
+    hosting,
     program,
     registry_of,
     serving,
@@ -46,6 +47,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult
 from pydantic import BaseModel
+from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
+from starlette.middleware import Middleware
+from starlette.middleware.authentication import AuthenticationMiddleware
 
 from apcore_mcp import MCPServer, async_serve, elicit, report_progress, serve, to_openai_tools
 
@@ -100,9 +104,12 @@ def initialize_params(version: str) -> dict[str, Any]:
     return {"protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "raw", "version": "1"}}
 
 
-def handshake(client: httpx.Client, endpoint: str, version: str = HANDSHAKE_VERSIONS[-1]) -> tuple[Any, dict[str, str]]:
+def handshake(
+    client: httpx.Client, endpoint: str, version: str = HANDSHAKE_VERSIONS[-1], **capabilities: Any
+) -> tuple[Any, dict[str, str]]:
     """Open a session; the `initialize` result, and the headers of the session's requests."""
-    response = client.post(endpoint, json=message("initialize", initialize_params(version)), headers=ACCEPT)
+    params = initialize_params(version) | {"capabilities": capabilities}
+    response = client.post(endpoint, json=message("initialize", params), headers=ACCEPT)
     result = answer(response)["result"]
     session = {"Mcp-Session-Id": response.headers["mcp-session-id"], "MCP-Protocol-Version": result["protocolVersion"]}
     initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
@@ -502,6 +509,40 @@ def guarded(runs: list[dict[str, Any]], **attributes: Any) -> FunctionalModule:
 
     annotations = ModuleAnnotations(requires_approval=True, destructive=True)
     return FunctionalModule(execute, **{"annotations": annotations, **attributes})
+
+
+@contextlib.asynccontextmanager
+async def hosted(modules: Any, mode: str = MODERN, user: Any = None, **options: Any) -> AsyncIterator[Client]:
+    """The SDK's client of a server in a host, on this very event loop; `user` are arguments for the client."""
+    source = modules if isinstance(modules, Registry | Executor) else registry_of(modules)
+    async with (
+        async_serve(source, **options) as app,
+        hosting(app) as url,
+        client_of(url, mode, **(user or {})) as client,
+    ):
+        yield client
+
+
+class _ByHeader(AuthenticationBackend):
+    async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
+        name = conn.headers.get("x-user")
+        return (AuthCredentials([]), SimpleUser(name)) if name else None
+
+
+LOGIN = [Middleware(AuthenticationMiddleware, backend=_ByHeader())]
+"""For a server whose caller is whom the header `X-User` names."""
+
+
+def waiting() -> tuple[Any, asyncio.Event, asyncio.Event]:
+    """A module that waits, an event that is set once it has begun, and the one that lets it go on."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        begun.set()
+        await go_on.wait()
+        return {"done": True}
+
+    return wait, begun, go_on
 
 
 REDACTED = "***REDACTED***"

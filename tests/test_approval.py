@@ -22,13 +22,12 @@ from typing import Annotated, Any
 
 import httpx
 import pytest
-from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, FunctionModule, ModuleAnnotations
-from apcore import Middleware as ExecutorMiddleware
+from apcore import ACL, APCore, Config, ExecutionPolicy, Executor, FunctionModule, Middleware, ModuleAnnotations
 from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.cancel import ExecutionCancelledError
-from apcore.errors import ApprovalDeniedError, SchemaValidationError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, hosting, registry_of, serving
+from apcore.errors import ApprovalDeniedError
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
@@ -45,18 +44,36 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
-from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
-from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from support import DENIED, UNASKED, Wire, accept, ask, asking, guarded, messages_logged, modern, text_of
+from support import (
+    DENIED,
+    LOGIN,
+    REDACTED,
+    UNASKED,
+    Wire,
+    accept,
+    ask,
+    asking,
+    calls,
+    guarded,
+    hosted,
+    messages_logged,
+    modern,
+    text_of,
+)
 
 from apcore_mcp import ElicitationApprovalHandler, MCPServer, async_serve, elicit, serve
+from apcore_mcp.approval import _question
+from apcore_mcp.arguments import Arguments
 
 APPROVE, REFUSE, DECLINE = accept(approve=True), accept(approve=False), ElicitResult(action="decline")
 EVERYONE = {"yes": APPROVE, "no": REFUSE, "decline": DECLINE, "cannot": None}
+RAN = '{"ran":true}'
 LACKS_ELICITATION = (-32021, {"requiredCapabilities": {"elicitation": {"form": {}}}})
-REFUSED = "wipe: wipe is refused, as its user cannot be asked for approval (see approval=, --approval)"
-LET_THROUGH = "wipe: wipe is let through without approval, as its user cannot be asked"
+CAN_BE_ASKED = {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
+DECISIONS = {
+    "unasked": "wipe: wipe is refused, as its user cannot be asked for approval (see approval=, --approval)",
+    "runs, warns": "wipe: wipe is let through without approval, as its user cannot be asked",
+}
 
 
 async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None = None) -> Any:
@@ -67,28 +84,13 @@ async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None
         return error.error.code, error.error.data
 
 
-class Backend(AuthenticationBackend):
-    """The caller is whom a header names."""
-
-    async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
-        name = conn.headers.get("x-user")
-        return (AuthCredentials([]), SimpleUser(name)) if name else None
-
-
 def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     """An Executor of one module that needs approval, and its runs."""
     ran: list[dict[str, Any]] = []
     return Executor(registry_of({"wipe": guarded(ran)}), **options), ran
 
 
-async def test_sync_modules_in_a_host_need_approval() -> None:
-    """Also for what they call without their context."""
-    executor, ran = wiping()
-    sync = FunctionalModule(lambda inputs, context: executor.call("wipe", inputs))
-    executor.registry.register("sync", sync)
-    async with async_serve(executor, approval="deny") as app, hosting(app) as url, client_of(url) as client:
-        assert (await client.call_tool("sync", {"disk": "a"})).is_error
-    assert ran == []
+# ---- Who decides ----
 
 
 @pytest.mark.requirement("FR-ANNOT-006")
@@ -119,13 +121,9 @@ async def test_a_call_runs_if_mode_and_user_say_so(
             refusal: Any = DENIED
             if happens == "unasked":
                 refusal = LACKS_ELICITATION if mode == MODERN else UNASKED
-            assert outcome == ('{"ran":true}' if ran else refusal)
-            told = {
-                LET_THROUGH: "warns" in happens,
-                REFUSED: happens == "unasked",
-            }
+            assert outcome == (RAN if ran else refusal)
             decisions = [text for text in messages_logged(caplog) if text.startswith("wipe: ")]
-            assert decisions == [text for text, is_logged in told.items() if is_logged]
+            assert decisions == [text for about, text in DECISIONS.items() if about == happens]
 
 
 @pytest.mark.parametrize("door", [serve, async_serve])
@@ -155,15 +153,13 @@ async def test_nobody_controls_the_application_unasked(
         return await application.executor.call_async(TOGGLE, toggle)
 
     application.registry.register("turn_off", FunctionalModule(turn_off))
-    arguments, _ = asking(EVERYONE[user])
-    async with connect(application.executor, client=arguments, approval="auto") as client:
-        assert TOGGLE in {tool.name for tool in (await client.list_tools()).tools}
+    async with connect(application.executor, client=asking(EVERYONE[user])[0], approval="auto") as client:
         for name, inputs in ((TOGGLE, toggle), ("turn_off", {})):
             application.toggle_state.enable("echo")
             outcome = await outcome_of(client, name, inputs)
             assert (outcome in (DENIED, LACKS_ELICITATION)) == (not disabled)
             assert application.toggle_state.is_disabled("echo") == disabled
-    assert not any("let through" in record.getMessage() for record in caplog.records)
+    assert "let through" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -204,7 +200,7 @@ async def test_a_handler_decides_and_its_reasons_stay_here() -> None:
     (executor, ran), judge = wiping(), Judge("approved")
     arguments, asked = asking(REFUSE)
     async with connect(executor, client=arguments, approval=judge) as client:
-        assert not (await client.call_tool("wipe", {"disk": "a"})).is_error
+        assert await outcome_of(client, "wipe", {"disk": "a"}) == RAN
         for judge.status in ("rejected", "timeout", "pending"):
             result = await client.call_tool("wipe", {"disk": "a"})
             assert result.is_error
@@ -235,18 +231,24 @@ async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, us
             await executor.call_async("wipe", {})
 
 
+def test_deny_beside_an_own_handler_is_refused() -> None:
+    """It would deny nothing."""
+    executor, _ = wiping(approval_handler=AutoApproveHandler())
+    with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
+        MCPServer(executor, approval="deny")
+
+
 async def test_a_clients_approval_token_is_no_answer() -> None:
     executor, ran = wiping()
     async with connect(executor, client=asking(REFUSE)[0]) as client:
         for token in ("token", "", 7, None):
-            assert await outcome_of(client, "wipe", {"_approval_token": token}) != '{"ran":true}'
+            assert await outcome_of(client, "wipe", {"_approval_token": token}) != RAN
     assert ran == []
 
 
 def test_a_lacking_capability_is_a_bad_request() -> None:
     """MCP 2026-07-28: -32021 goes with HTTP 400; also of a module that another one calls."""
-    below = FunctionalModule(lambda inputs, context: context.executor.call("wipe", inputs, context))
-    with serving(registry_of({"wipe": guarded([]), "below": below}), approval="require") as url:
+    with serving(registry_of({"wipe": guarded([]), "below": calls("wipe")})) as url:
         for name in ("wipe", "below"):
             response = httpx.post(f"{url}/mcp", **modern("tools/call", {"name": name, "arguments": {}}))
             error = response.json()["error"]
@@ -259,87 +261,102 @@ async def test_each_server_decides_about_its_own_calls(first: Any, runs: int) ->
     async with connect(executor, approval="deny") as second:
         async with connect(executor, approval=first) as client:
             assert await outcome_of(second, "wipe") == DENIED
-            assert await outcome_of(client, "wipe") == ('{"ran":true}' if runs else DENIED)
+            assert await outcome_of(client, "wipe") == (RAN if runs else DENIED)
         assert await outcome_of(second, "wipe") == DENIED
         await executor.call_async("wipe", {})  # which is nobody's: apcore skips a gate without a handler
     assert len(ran) == runs + 1
 
 
-@pytest.mark.parametrize(("approval", "user", "runs"), [("deny", "yes", 0), ("auto", "yes", 1)])
-async def test_calls_without_context_or_from_threads_need_approval(approval: str, user: str, runs: int) -> None:
-    executor, ran = wiping()
+class Wipe(BaseModel):
+    disk: str
+    passes: int = Field(1, ge=1)
+
+
+WIPE = {"properties": {"disk": {"type": "string"}, "passes": {"type": "integer", "minimum": 1}}, "required": ["disk"]}
+WRONG = {"disk": ["sda"], "passes": 0}
+
+
+def nested(ran: list[dict[str, Any]]) -> Executor:
+    """An Executor of `wipe`, and of modules that pass it on: with their context, without, from a thread."""
+    executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe)}))
+
+    async def below(inputs: dict[str, Any], context: Any) -> Any:
+        return await executor.call_async("wipe", inputs, context)
 
     async def alone(inputs: dict[str, Any], context: Any) -> Any:
         return await executor.call_async("wipe", inputs)
 
-    async def in_a_thread(inputs: dict[str, Any], context: Any) -> Any:
+    async def thread(inputs: dict[str, Any], context: Any) -> Any:
         return await asyncio.to_thread(executor.call, "wipe", inputs)
 
-    async def in_a_thread_of_apcores(inputs: dict[str, Any], context: Any) -> Any:
-        # It has no context variables; and as it holds up the loop, nobody can be asked meanwhile.
-        return executor.call("wipe", inputs, context) if approval == "deny" else await in_a_thread(inputs, context)
+    async def bare(inputs: dict[str, Any], context: Any) -> Any:
+        return executor.call("wipe", inputs, context)  # in a thread of apcore's, which has no context variables
 
-    modules: dict[str, Any] = {"alone": alone, "thread": in_a_thread, "bare": in_a_thread_of_apcores}
-    modules["sync"] = lambda inputs, context: executor.call("wipe", inputs)
-    for module_id, function in modules.items():
-        executor.registry.register(module_id, FunctionalModule(function))
-    async with connect(executor, client=asking(EVERYONE[user])[0], approval=approval) as client:
-        for module_id in modules:
-            await client.call_tool(module_id)
-    assert len(ran) == runs * len(modules)
+    def sync(inputs: dict[str, Any], context: Any) -> Any:
+        return executor.call("wipe", inputs)
+
+    for function in (below, alone, thread, bare, sync):
+        executor.registry.register(function.__name__, FunctionalModule(function))
+    return executor
+
+
+@pytest.mark.parametrize(("approval", "told"), [("deny", DENIED), ("auto", RAN)])
+async def test_whatever_a_module_calls_needs_approval(approval: str, told: str) -> None:
+    """Once it is known that its arguments are valid."""
+    ran: list[dict[str, Any]] = []
+    arguments, asked = asking(APPROVE)
+    async with hosted(nested(ran), user=arguments, approval=approval) as client:
+        ways = ["below", "alone", "thread", "sync"] + (["bare"] if approval == "deny" else [])  # it blocks the loop
+        for number, name in enumerate(ways, 1):
+            if approval == "auto":
+                assert await outcome_of(client, name, WRONG) == "Module error: SCHEMA_VALIDATION_ERROR"
+            assert await outcome_of(client, name, {"disk": "a"}) == told
+            assert len(ran) == len(asked) == (number if told == RAN else 0)
+
+
+@contextlib.contextmanager
+def refused(outcomes: queue.Queue[bool]) -> Iterator[None]:
+    """Note whether a call is refused."""
+    try:
+        yield
+        outcomes.put(False)
+    except (ApprovalDeniedError, ExecutionCancelledError):
+        outcomes.put(True)
 
 
 @pytest.mark.parametrize("user", ["yes", "cannot"])
-@pytest.mark.parametrize("approval", ["require", "auto"])
-async def test_what_outlives_its_call_is_refused(approval: str, user: str) -> None:
-    """Nobody waits for it who could be asked, and that does not make it run."""
-    executor, ran = wiping()
-    answered, outcomes = threading.Event(), queue.Queue[object]()
+async def test_what_outlives_its_call_is_refused(mode: str, user: str) -> None:
+    """A task that is left behind, a thread past its timeout: nobody can be asked, and that does not make it run."""
+    executor, ran = wiping(config=Config(data={"executor": {"default_timeout": 50}}))
+    answered, outcomes = threading.Event(), queue.Queue[bool]()
     left: list[asyncio.Task[None]] = []
 
     async def later() -> None:
         await asyncio.to_thread(answered.wait, 10)
         gc.collect()
-        try:
-            outcomes.put(await executor.call_async("wipe", {}))
-        except ApprovalDeniedError as error:
-            outcomes.put(error)
+        with refused(outcomes):
+            await executor.call_async("wipe", {})
 
     async def leave(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         left.append(asyncio.create_task(later()))
         return {}
 
-    executor.registry.register("leave", FunctionalModule(leave))
-    arguments, asked = asking(EVERYONE[user])
-    async with connect(executor, client=arguments, approval=approval) as client:
-        await client.call_tool("leave")
-        answered.set()
-        outcome = await asyncio.to_thread(outcomes.get, timeout=10)
-    assert isinstance(outcome, ApprovalDeniedError)
-    assert (ran, asked) == ([], [])
-
-
-@pytest.mark.parametrize("user", ["yes", "cannot"])
-async def test_a_thread_past_its_timeout_is_refused(mode: str, user: str) -> None:
-    executor, ran = wiping(config=Config(data={"executor": {"default_timeout": 50}}))
-    answered, outcomes = threading.Event(), queue.Queue[object]()
-
     def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         answered.wait(10)
         for further in ((context,), ()):  # with its context and without
-            try:
-                outcomes.put(executor.call("wipe", {}, *further))
-            except (ApprovalDeniedError, ExecutionCancelledError) as error:
-                outcomes.put(error)
+            with refused(outcomes):
+                executor.call("wipe", {}, *further)
         return {}
 
+    executor.registry.register("leave", FunctionalModule(leave))
     executor.registry.register("slow", FunctionalModule(slow))
     arguments, asked = asking(EVERYONE[user])
     async with connect(executor, mode=mode, client=arguments, approval="auto") as client:
+        assert await outcome_of(client, "leave") == "{}"
         assert "timed out" in await outcome_of(client, "slow")
         answered.set()
-        for _ in range(2):
-            assert isinstance(await asyncio.to_thread(outcomes.get, timeout=10), Exception)
+        for _ in range(3):
+            assert await asyncio.to_thread(outcomes.get, timeout=10), "it has run"
     assert (ran, asked) == ([], [])
 
 
@@ -353,34 +370,29 @@ async def test_who_could_be_asked_is_not_let_through() -> None:
 
     executor.registry.register("twice", FunctionalModule(twice))
     with serving(executor, approval="auto") as url:
-        arguments, _ = asking(APPROVE)
-        async with client_of(url, **arguments) as client:
-            question = await client.session.call_tool("twice", allow_input_required=True)
-            assert isinstance(question, InputRequiredResult)
-        async with client_of(url) as client:
-            retry: Any = {"request_state": question.request_state, "input_responses": {"which": accept()}}
+        async with wire_of(url) as wire, wire_of(url, None) as unable:
+            _, _, state = await wire.question("twice")
             with pytest.raises(MCPError):
-                await client.session.call_tool("twice", allow_input_required=True, **retry)
+                await unable.call("twice", request_state=state, input_responses={"which": accept()})
     assert ran == []
 
 
-@pytest.mark.parametrize(("user", "runs"), [("yes", 1), ("no", 0), ("cannot", 0)])
-async def test_auto_obeys_a_strict_policy_and_a_handler(user: str, runs: int) -> None:
+@pytest.mark.parametrize(("user", "told"), [("yes", RAN), ("no", DENIED), ("cannot", LACKS_ELICITATION)])
+async def test_auto_obeys_a_strict_policy_and_a_handler(user: str, told: Any) -> None:
     """Both set while the server runs. It is the handler of the Executor meanwhile, and not after its end."""
     executor, ran = wiping()
     async with connect(executor, client=asking(EVERYONE[user])[0], approval="auto") as client:
         executor.set_policy(ExecutionPolicy(strict=True))
-        told = await outcome_of(client, "wipe")
-        assert told == ('{"ran":true}' if runs else LACKS_ELICITATION if user == "cannot" else DENIED)
+        assert await outcome_of(client, "wipe") == told
         with pytest.raises(ApprovalDeniedError):
             await executor.call_async("wipe", {})
         assert executor.governance_state().approval_handler_configured
     assert not executor.governance_state().approval_handler_configured
     async with connect(executor, approval="deny") as client:
         executor.set_approval_handler(Judge("approved"))
-        assert await outcome_of(client, "wipe") == '{"ran":true}'
+        assert await outcome_of(client, "wipe") == RAN
     assert executor.governance_state().approval_handler_configured
-    assert len(ran) == runs + 1
+    assert len(ran) == (told == RAN) + 1
 
 
 async def test_a_users_own_gate_stays_in_place() -> None:
@@ -397,23 +409,13 @@ async def test_a_users_own_gate_stays_in_place() -> None:
     strategy, gate = build_standard_strategy(registry=registry), Gate()
     strategy.replace("approval_gate", gate)
     async with connect(Executor(registry, strategy=strategy), approval="deny") as client:
-        assert (await outcome_of(client, "wipe"), await outcome_of(client, "purge")) == (DENIED, '{"ran":true}')
+        assert (await outcome_of(client, "wipe"), await outcome_of(client, "purge")) == (DENIED, RAN)
         gate.set_handler(Judge("approved"))
-        assert await outcome_of(client, "wipe") == '{"ran":true}'
+        assert await outcome_of(client, "wipe") == RAN
     assert passed == ["wipe", "purge", "wipe"]
 
 
-class Wipe(BaseModel):
-    disk: str
-    passes: int = Field(1, ge=1)
-
-
-WIPE = {"properties": {"disk": {"type": "string"}, "passes": {"type": "integer", "minimum": 1}}, "required": ["disk"]}
-WRONG = {"disk": ["sda"], "passes": 0}
-
-
-@pytest.mark.parametrize("schema", [Wipe, {"type": "object", **WIPE}], ids=["model", "dict"])
-@pytest.mark.parametrize("validate_inputs", [False, True], ids=["", "validate_inputs"])
+@pytest.mark.parametrize(("schema", "validate_inputs"), [(Wipe, False), ({"type": "object", **WIPE}, True)])
 async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inputs: bool) -> None:
     """Neither the user nor a handler of the server's; and the caller is told what is wrong as ever."""
     ran: list[dict[str, Any]] = []
@@ -423,41 +425,12 @@ async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inp
     for approval in ("require", judge):
         served = {"approval": approval, "validate_inputs": validate_inputs}
         async with connect({"plain": plain, "gated": gated}, client=arguments, **served) as client:
-            refusal = await client.call_tool("gated", WRONG)
-            assert text_of(refusal) == text_of(await client.call_tool("plain", WRONG))
-            assert re.findall(r"\n- (\w+):", text_of(refusal)) == ["disk", "passes"]
+            refusal = await outcome_of(client, "gated", WRONG)
+            assert refusal == await outcome_of(client, "plain", WRONG)
+            assert re.findall(r"\n- (\w+):", refusal) == ["disk", "passes"]
             assert (ran, asked, judge.asked) == ([], [], [])
-            assert await outcome_of(client, "gated", {"disk": "sda"}) == '{"ran":true}'
+            assert await outcome_of(client, "gated", {"disk": "sda"}) == RAN
         ran.clear(), asked.clear(), judge.asked.clear()
-
-
-async def test_nested_calls_are_checked_before_anybody_is_asked() -> None:
-    """With their context or without, and from threads."""
-    executor = Executor(registry_of({"wipe": guarded([], input_schema=Wipe)}))
-    failures: list[Exception] = []
-
-    def calling(call: Any) -> FunctionalModule:
-        async def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            try:
-                await call(context)
-            except SchemaValidationError as error:
-                failures.append(error)
-            return {}
-
-        return FunctionalModule(execute)
-
-    modules = {
-        "with": calling(lambda context: executor.call_async("wipe", WRONG, context)),
-        "without": calling(lambda context: executor.call_async("wipe", WRONG)),
-        "thread": calling(lambda context: asyncio.to_thread(executor.call, "wipe", WRONG)),
-    }
-    for module_id, module in modules.items():
-        executor.registry.register(module_id, module)
-    arguments, asked = asking(APPROVE)
-    async with connect(executor, client=arguments) as client:
-        for number, module_id in enumerate(modules, 1):
-            await client.call_tool(module_id)
-            assert (len(failures), asked) == (number, [])
 
 
 async def test_the_time_to_approve_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,54 +446,54 @@ async def test_the_time_to_approve_does_not_count(monkeypatch: pytest.MonkeyPatc
     limited = Config(data={"executor": {"global_timeout": 60_000}})
     executor = Executor(registry_of({"wipe": guarded([])}), config=limited)
     async with connect(executor, client=asking(answer)[0]) as client:
-        assert await outcome_of(client, "wipe") == '{"ran":true}'
+        assert await outcome_of(client, "wipe") == RAN
     assert waited
 
 
 # ---- The question ----
 
 
-async def questions_of(*calls: tuple[Any, dict[str, Any]]) -> list[str]:
-    """What a user is asked when a module calls these, each as `files.write`, with these arguments."""
-
-    async def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        for module, arguments in calls:
-            context.executor.registry.register("files.write", module)
-            with contextlib.suppress(ApprovalDeniedError):
-                await context.executor.call_async("files.write", arguments, context)
-            context.executor.registry.unregister("files.write")
-        return {}
-
-    arguments, asked = asking(REFUSE)
-    arguments["input_required_max_rounds"] = len(calls)
-    async with connect({"call": call}, client=arguments) as client, asyncio.timeout(20):
-        assert not (await client.call_tool("call")).is_error
-    assert len(asked) == len(calls)
-    return [question.message for question in asked]
+def taken_by(schema: Any, arguments: dict[str, Any]) -> Arguments:
+    """What a module of this schema, or a function, takes; these arguments are valid."""
+    module = FunctionModule(schema, "files.write") if inspect.isfunction(schema) else guarded([], input_schema=schema)
+    descriptor = registry_of({"files.write": module}).get_definition("files.write")
+    assert descriptor is not None
+    taken = Arguments(module, descriptor)
+    taken.check(arguments)
+    return taken
 
 
-async def shown(*calls: tuple[Any, dict[str, Any]]) -> list[list[str]]:
-    """The lines of each question that show arguments."""
-    return [question.partition("\nArguments:\n")[2].splitlines() for question in await questions_of(*calls)]
+def question(schema: Any, arguments: dict[str, Any]) -> list[str]:
+    """The lines of what a user is asked about a call."""
+    context: Any = None
+    request = ApprovalRequest("files.write", arguments, context, ModuleAnnotations())
+    return _question(request, "", taken_by(schema, arguments)).splitlines()
+
+
+def shown(schema: Any, arguments: dict[str, Any]) -> list[str]:
+    """Those of them that show arguments."""
+    return question(schema, arguments)[2:]
 
 
 def fields(*names: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {**{name: {} for name in names}, **properties}}
 
 
+MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
+SECRET = {"type": "string", "x-sensitive": True}
 UNNAMED = "(the module's schema does not name these:)"
 
 
 async def test_the_question_is_for_people() -> None:
     """It says what the tool does, what is dangerous, and each argument by its value, as one JSON text."""
     about = "Write a text, e.g. a note,\nto a file. Nothing is kept of what was there.\n\nMore for agents."
-    arguments: dict[str, Any] = {"path": "/etc/passwd", "mode": 0o644, "größe": 1.5, "to whom": ["Zoë", None, True]}
-    arguments["request"] = {"body": {"of": {"a": {"b": {"c": {"d": [{"path": 'settings "1".ini'}]}}}}}, "no": [{}, []]}
-    module = guarded([], description=about, input_schema=fields(*arguments))
-    annotations = ModuleAnnotations(requires_approval=True)
-    plain = guarded([], description="", annotations=annotations, input_schema=fields("n"))
-    question, bare, harmless = await questions_of((module, arguments), (module, {}), (plain, {"n": 1}))
-    assert question.splitlines() == [
+    sent: dict[str, Any] = {"path": "/etc/passwd", "mode": 0o644, "größe": 1.5, "to whom": ["Zoë", None, True]}
+    sent["request"] = {"body": {"of": {"a": {"b": {"c": {"d": [{"path": 'settings "1".ini'}]}}}}}, "no": [{}, []]}
+    module = guarded([], description=about, input_schema=fields(*sent))
+    arguments, asked = asking(REFUSE)
+    async with connect({"files.write": module}, client=arguments) as client:
+        await client.call_tool("files.write", sent)
+    assert asked[0].message.splitlines() == [
         "Let files.write run?",
         "Write a text, e.g. a note, to a file.",
         "It is annotated as destructive: what it does may not be undone.",
@@ -531,18 +504,17 @@ async def test_the_question_is_for_people() -> None:
         '- "to whom": ["Zoë", null, true]',
         '- request: {"body": {"of": {"a": {"b": {"c": {"d": [{"path": "settings \\"1\\".ini"}]}}}}}, "no": [{}, []]}',
     ]
-    assert bare.splitlines()[3:] == ["Arguments: none"]
-    assert harmless.splitlines() == ["Let files.write run?", "Arguments:", "- n: 1"]
+    assert question(fields("n"), {"n": 1}) == ["Let files.write run?", "Arguments:", "- n: 1"]
+    assert question(fields("n"), {})[1:] == ["Arguments: none"]
 
 
-async def test_a_long_value_loses_its_middle() -> None:
+def test_a_long_value_loses_its_middle() -> None:
     """Its ends stand in brackets, outside of which no caller can write."""
     said = '"> (characters left out: 99,500) <"'
     arguments: dict[str, Any] = {"exact": "e" * 998, "text": "a" * 999, "cents": 10**3000 + 7, "list": ["y"] * 1000}
     arguments["forged"] = said
-    (lines,) = await shown((guarded([], input_schema=fields(*arguments)), arguments))
     cents, written = str(arguments["cents"]), json.dumps(arguments["list"])
-    assert lines == [
+    assert shown(fields(*arguments), arguments) == [
         f'- exact: "{"e" * 998}"',
         f'- text: <"{"a" * 499}> (characters left out: 1) <{"a" * 499}">',
         f"- cents: <{cents[:500]}> (characters left out: 2,001) <{cents[-500:]}>",
@@ -551,25 +523,25 @@ async def test_a_long_value_loses_its_middle() -> None:
     ]
 
 
-FORGED = [
-    '/tmp/notes"\n- path: "/tmp/notes',
-    "a\r\nb\x1b[2K\x00\x7f",
-    "a\u202eb\u2066c\u200d\ufeff",
-    "a\u2028- path: 1\u2029\x85\x0b\x0c",
-    "\ud800 \U000e0041 \uffff",
-    "\\n \\u202e",
-]
-
-
-async def test_no_argument_forges_a_line() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        '/tmp/notes"\n- path: "/tmp/notes',
+        "a\r\nb\x1b[2K\x00\x7f",
+        "a\u202eb\u2066c\u200d\ufeff",
+        "a\u2028- path: 1\u2029\x85\x0b\x0c",
+        "\ud800 \U000e0041 \uffff",
+        "\\n \\u202e",
+    ],
+    ids=ascii,
+)
+def test_no_argument_forges_a_line(text: str) -> None:
     """Neither by a value nor by a name: each stays in a line of its own, as JSON that says what is there."""
-    module = guarded([], input_schema=fields("path", "deep"))
-    calls = [(module, {"path": text, text: 1, "deep": [{text: text}]}) for text in FORGED]
-    for text, (path, deep, _, name) in zip(FORGED, await shown(*calls), strict=True):
-        assert (path + name + deep).isprintable()
-        assert json.loads(path.removeprefix("- path: ")) == text
-        assert json.loads(f"{{{name.removeprefix('- ')}}}") == {text: 1}
-        assert json.loads(deep.removeprefix("- deep: ")) == [{text: text}]
+    path, deep, _, name = shown(fields("path", "deep"), {"path": text, text: 1, "deep": [{text: text}]})
+    assert (path + name + deep).isprintable()
+    assert json.loads(path.removeprefix("- path: ")) == text
+    assert json.loads(f"{{{name.removeprefix('- ')}}}") == {text: 1}
+    assert json.loads(deep.removeprefix("- deep: ")) == [{text: text}]
 
 
 # Letters and their accents, numbers, punctuation and currency.
@@ -584,95 +556,48 @@ UNSEEN = "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180e\u180f\u3164\ufe00\ufe0f\uff
 UNSEEN += "\u00a0\u3000\u2800\u00ad\u200b\u200c\u200d\u2060\u0488\u20dd\ue000\U000e0041\U0001d159😀🇪√±№™\x1f\x7f"
 
 
-async def test_only_what_can_be_read_is_shown() -> None:
-    module = guarded([], input_schema=fields("t"))
+def test_only_what_can_be_read_is_shown() -> None:
     hidden = [f"a{char}b" for char in UNSEEN]
-    (lines, readable) = await shown((module, {"t": hidden}), (module, {"t": SEEN}))
-    written = lines[0].removeprefix("- t: ")
+    written = shown(fields("t"), {"t": hidden})[0].removeprefix("- t: ")
     assert (written.isascii(), json.loads(written)) == (True, hidden)
-    assert readable == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
+    assert shown(fields("t"), {"t": SEEN}) == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
 
 
-async def test_arguments_that_no_schema_names_come_last() -> None:
-    """Behind a line that says so, however many a caller sends: they take no place of one that counts."""
-
-    class Disk(BaseModel):
-        disk: str
-        model_config = ConfigDict(extra="allow")
-
-    class Nothing(BaseModel):
-        pass
-
+def test_of_many_arguments_the_known_are_shown() -> None:
+    """However many a caller sends: they take no place of one that counts."""
     referring = {"$ref": "#/$defs/disk", "$defs": {"disk": fields("disk")}}
-    many = {f"a{n}": n for n in range(5_000)}
-    calls: list[tuple[Any, dict[str, Any]]] = [
-        (guarded([], input_schema=Disk), {"dry_run": True, "disk": "sda"}),
-        (guarded([], input_schema=Nothing), {"dry_run": True}),
-        (guarded([]), {"dry_run": True}),
-        (guarded([], input_schema=Disk), {"disk": "sda"}),
-        (guarded([], input_schema=referring), {**many, "disk": "sda"}),
-    ]
-    *few, lines = await shown(*calls)
-    assert few == [
-        ['- disk: "sda"', UNNAMED, "- dry_run: true"],
-        [UNNAMED, "- dry_run: true"],
-        [UNNAMED, "- dry_run: true"],
-        ['- disk: "sda"'],
-    ]
+    lines = shown(referring, {**{f"a{n}": n for n in range(5_000)}, "disk": "sda"})
     assert (lines[:3], lines[-1]) == (['- disk: "sda"', UNNAMED, "- a0: 0"], "(arguments left out: 4,901)")
     assert len(lines) == 102
 
 
-MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
-SECRET = {"type": "string", "x-sensitive": True}
-HIDDEN = '"***REDACTED***"'
+class Price(BaseModel):
+    """Whose question shows no reading of it: 1,499 cents would be one euro, and the path would be missing."""
 
-DICTS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "beside": (
-        fields("to", "amount", pin=SECRET),
-        {"pin": "s3cret", "amount": 7, "to": "Ada", "note": "rent"},
-        ['- to: "Ada"', "- amount: 7", f"- pin: {HIDDEN}", UNNAMED, '- note: "rent"'],
-    ),
-    "inside": (
-        fields(login=fields("user", password=SECRET), keys={"type": "array", "items": SECRET}),
-        {"login": {"user": "ada", "password": "s3cret", "realm": "r"}, "keys": ["s3cret", "s3cret"]},
-        [f'- login: {{"user": "ada", "password": {HIDDEN}, "realm": "r"}}', f"- keys: [{HIDDEN}, {HIDDEN}]"],
-    ),
-    "in-a-map": (
-        fields(users={"additionalProperties": fields("n", pin=SECRET)}),
-        {"users": {"ada": {"pin": "s3cret", "n": 1}}},
-        [f'- users: {{"ada": {{"n": 1, "pin": {HIDDEN}}}}}'],
-    ),
-    "of-every-name": (
-        {"type": "object", "additionalProperties": SECRET},
-        {"a": "s3cret"},
-        [UNNAMED, f"- a: {HIDDEN}"],
-    ),
-    "by-pattern": (
-        {"type": "object", "patternProperties": {"^p": SECRET}},
-        {"pin": "s3cret"},
-        [UNNAMED, f"- pin: {HIDDEN}"],
-    ),
-    "in-a-branch": (
-        {"type": "object", "properties": {"key": {}, "n": {}}, "allOf": [fields(key=SECRET)]},
-        {"key": "s3cret", "n": 1},
-        [f"- key: {HIDDEN}", "- n: 1"],
-    ),
-    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, [UNNAMED, f"- a: {HIDDEN}"]),
-    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, ["- pin: null"]),
-}
+    amount: int = Field(alias="amountCents")
+    path: str = Field("", exclude=True)
+
+    @field_serializer("amount")
+    def _rounded(self, amount: int) -> int:
+        return amount // 1000
 
 
-async def test_marked_values_are_hidden() -> None:
-    """And no others: who writes the arguments cannot hide one that counts."""
-    lines = await shown(*[(guarded([], input_schema=schema), arguments) for schema, arguments, _ in DICTS.values()])
-    assert dict(zip(DICTS, lines, strict=True)) == {case: expected for case, (_, _, expected) in DICTS.items()}
+class Open(BaseModel):
+    to: str = ""
+    pin: str = Field("", **MARK)
+    model_config = ConfigDict(extra="allow")
 
 
-class Login(BaseModel):
+def pay(to: Any, pin: Annotated[str, Field(**MARK)] = "", **more: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass
+class Login:
+    """A dataclass of pydantic's has aliases, too."""
+
     user: str
-    password: str = Field(alias="pass", **MARK)
-    model_config = ConfigDict(populate_by_name=True)
+    password: Annotated[str, Field(validation_alias=AliasChoices("password", "pass"), **MARK)] = ""
 
 
 class Card(BaseModel):
@@ -685,132 +610,21 @@ class Card(BaseModel):
         return dict(zip(("holder", "number"), value.split(":"), strict=True)) if isinstance(value, str) else value
 
 
-@dataclass
-class Entry:
-    """A dataclass of pydantic's has aliases, too."""
-
-    user: str
-    secret: Annotated[str, Field(validation_alias=AliasChoices("secret", "s3"), **MARK)] = ""
-
-
 class Payment(BaseModel):
     """What a client may write by alias or by field name, and for some fields in yet another way."""
 
     to: str = Field(alias="recipient")
-    pin: str = Field(alias="PIN", **MARK)
+    pin: str = Field("", alias="PIN", **MARK)
     code: str = Field("", validation_alias=AliasChoices("code", "otp", AliasPath("codes", 0)), **MARK)
     purpose: str = Field("", validation_alias=AliasChoices("purpose", "for"))
-    login: Login | None = None
+    login: Login | str = ""
     card: int | Card = 0
-    entry: Entry | str = ""
     model_config = ConfigDict(populate_by_name=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _login_of_one_text(cls, value: Any) -> Any:
-        if "account" in value:
-            value = {**value, "login": dict(zip(("user", "password"), value["account"].split(":"), strict=True))}
+    def _read_in_a_way_of_its_own(cls, value: Any) -> Any:
         return value
-
-
-SENT: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "by-alias": (
-        {"recipient": "Ada", "PIN": "s3cret", "login": {"user": "a", "pass": "s3cret"}},
-        ['- recipient: "Ada"', f"- PIN: {HIDDEN}", f'- login: {{"user": "a", "pass": {HIDDEN}}}'],
-    ),
-    "by-name": (
-        {"to": "Ada", "pin": "s3cret", "login": {"user": "a", "password": "s3cret", "x": 1}},
-        ['- to: "Ada"', f"- pin: {HIDDEN}", f'- login: {{"user": "a", "password": {HIDDEN}, "x": 1}}'],
-    ),
-    "by-a-second-name": (
-        {"to": "Ada", "pin": "s3cret", "otp": "s3cret", "for": "rent"},
-        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- otp: {HIDDEN}", '- for: "rent"'],
-    ),
-    "by-a-path": (
-        {"to": "Ada", "pin": "s3cret", "codes": ["s3cret"]},
-        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- codes: {HIDDEN}"],
-    ),
-    "of-another-type": (
-        {"to": "Ada", "pin": "s3cret", "card": "Ada:s3cret", "entry": {"user": "a", "s3": "s3cret"}},
-        ['- to: "Ada"', f"- pin: {HIDDEN}", f"- card: {HIDDEN}", f'- entry: {{"user": "a", "s3": {HIDDEN}}}'],
-    ),
-    "without-a-secret": (
-        {"to": "Ada", "pin": "s3cret", "card": 7, "entry": "x"},
-        ['- to: "Ada"', f"- pin: {HIDDEN}", "- card: 7", '- entry: "x"'],
-    ),
-    "by-both-names": (
-        {"recipient": "Ada", "to": "Eve", "PIN": "s3cret", "pin": "s3cret"},
-        ['- to: "Eve"', '- recipient: "Ada"', f"- pin: {HIDDEN}", f"- PIN: {HIDDEN}"],
-    ),
-}
-
-
-async def test_a_question_shows_what_was_sent() -> None:
-    """By whatever name, with what any spelling of a marked one holds hidden: it is what a class is given."""
-    calls = [(guarded([], input_schema=Payment), arguments) for arguments, _ in SENT.values()]
-    for (case, (_, expected)), lines in zip(SENT.items(), await shown(*calls), strict=True):
-        assert sorted(lines) == sorted(expected), case
-
-
-async def test_a_question_shows_no_reading_of_a_model() -> None:
-    """No serializer, nothing left out: 1,499 cents would be 10 euros, and a path that is excluded would be missing."""
-
-    class Price(BaseModel):
-        amount: int = Field(alias="amountCents")
-        path: str = Field("", exclude=True)
-        pin: str = Field("", **MARK)
-
-        @field_serializer("amount")
-        def _rounded(self, amount: int) -> int:
-            return amount // 1000
-
-    arguments = {"amountCents": 1499, "amount": 1_000_000, "path": "/etc", "pin": "s3cret"}
-    (lines,) = await shown((guarded([], input_schema=Price), arguments))
-    expected = ["- amountCents: 1499", "- amount: 1000000", '- path: "/etc"', f"- pin: {HIDDEN}"]
-    assert sorted(lines) == sorted(expected)
-
-
-async def test_names_of_the_branches_of_a_union_come_first() -> None:
-    class One(BaseModel):
-        path: str
-
-    class Many(BaseModel):
-        paths: list[str]
-
-    arguments = {**{f"a{number}": number for number in range(200)}, "path": "/home"}
-    (lines,) = await shown((guarded([], input_schema=RootModel[One | Many]), arguments))
-    assert lines[:2] == ['- path: "/home"', UNNAMED]
-
-
-async def test_open_names_beside_a_mark_are_shown() -> None:
-    """Those of `extra="allow"`, and of a function's `**kwargs`: the module is given them."""
-
-    class Open(BaseModel):
-        to: str = ""
-        pin: str = Field("", **MARK)
-        model_config = ConfigDict(extra="allow")
-
-    def pay(to: str, pin: Annotated[str, Field(**MARK)] = "", **more: Any) -> dict[str, Any]:
-        return {}
-
-    function = FunctionModule(pay, "files.write", annotations=ModuleAnnotations(requires_approval=True))
-    arguments = {"to": "Eve", "pin": "s3cret", "force": {"all": True}}
-    for lines in await shown((guarded([], input_schema=Open), arguments), (function, arguments)):
-        expected = ['- to: "Eve"', f"- pin: {HIDDEN}", '- force: {"all": true}']
-        assert [line for line in lines if line != UNNAMED] == expected
-
-
-async def test_without_marks_everything_is_shown_as_sent() -> None:
-    """An alias called by its field's name, an argument that the model does not know."""
-
-    class Shell(BaseModel):
-        command: str = Field(alias="cmd")
-        model_config = ConfigDict(populate_by_name=True)
-
-    module = guarded([], input_schema=Shell)
-    by_alias, by_name = await shown((module, {"as": "root", "cmd": "rm"}), (module, {"command": "rm", "as": "root"}))
-    assert by_alias == ['- cmd: "rm"', UNNAMED, '- as: "root"']
-    assert by_name == ['- command: "rm"', UNNAMED, '- as: "root"']
 
 
 class Size(Enum):
@@ -820,54 +634,6 @@ class Size(Enum):
 class Address(BaseModel):
     street: str
     code: str = Field("", **MARK)
-
-
-async def test_python_values_of_a_module_are_shown() -> None:
-    """Of one that calls another, which gets them as they were: iterators and files are not used up."""
-    got: list[Any] = []
-
-    def execute(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        got.extend([*inputs["numbers"], inputs["file"].read(), inputs["size"]])
-        return {}
-
-    async def call(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        given: dict[str, Any] = {"numbers": iter([1, 2, 3]), "file": io.StringIO("text"), "at": date(2026, 1, 2)}
-        given |= {"path": PurePosixPath("/mnt"), "price": Decimal("1.50"), "raw": b"\xff", "some": {"a"}}
-        given |= {"by": {"1": ()}, "size": Size.LARGE, "address": Address(street="x", code="s3cret")}
-        return dict(await context.executor.call_async("files.write", given, context))
-
-    arguments, asked = asking(APPROVE)
-    annotations = ModuleAnnotations(requires_approval=True)
-    modules = {"files.write": FunctionalModule(execute, annotations=annotations), "call": call}
-    async with connect(modules, client=arguments) as client, asyncio.timeout(20):
-        assert not (await client.call_tool("call")).is_error
-    assert got == [1, 2, 3, "text", Size.LARGE]
-    assert asked[0].message.partition(UNNAMED)[2].splitlines()[3:] == [
-        '- at: "2026-01-02"',
-        '- path: "/mnt"',
-        '- price: "1.50"',
-        '- raw: "_w=="',
-        '- some: ["a"]',
-        '- by: {"1": []}',
-        '- size: "large"',
-        f'- address: {{"street": "x", "code": {HIDDEN}}}',
-    ]
-
-
-async def test_python_values_of_a_module_are_valid() -> None:
-    """As without approval: what is no JSON is held against the hints as it is."""
-
-    def write(size: Size, tags: set[str], address: Address, at: list[date]) -> str:
-        return f"{size.name} {tags} {address.street} {at[0].year}"
-
-    async def call(inputs: dict[str, Any], context: Any) -> Any:
-        given = {"size": Size.LARGE, "tags": {"a"}, "address": Address(street="x"), "at": [date(2026, 1, 2)]}
-        return await context.executor.call_async("files.write", given, context)
-
-    function = FunctionModule(write, "files.write", annotations=ModuleAnnotations(requires_approval=True))
-    modules = {"files.write": function, "call": call}
-    async with connect(modules, client=asking(APPROVE)[0]) as client, asyncio.timeout(20):
-        assert (await client.call_tool("call")).structured_content == {"result": "LARGE {'a'} x 2026"}
 
 
 class Shelf:
@@ -883,23 +649,152 @@ class Shelf:
         return str(self.held)
 
 
-async def test_what_marked_values_of_a_module_mark_is_hidden() -> None:
-    """Also under a hint that says nothing, beside one that marks something itself."""
-    address = Address(street="x", code="s3cret")
-    held = {"itself": address, "list": [address], "deque": deque([address]), "shelf": Shelf([address])}
+ADDRESS = Address(street="x", code="s3cret")
+HELD = {"itself": ADDRESS, "list": [ADDRESS], "deque": deque([ADDRESS]), "shelf": Shelf([ADDRESS])}
+FORCED = {"force": {"all": True}, "pin": "s3cret", "to": "Eve"}
+# By a schema or a function: the arguments as sent, and the names of those that come first.
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    # What no schema names comes last.
+    "unnamed": (Open, {"dry_run": True, "to": "sda"}, "to"),
+    "unnamed-by-a-dict": ({"type": "object"}, {"dry_run": True}, ""),
+    "of-a-union": (RootModel[Address | Wipe], {"a": 1, "disk": "sda"}, "disk"),
+    # No serializer, and nothing is left out: what was sent is shown.
+    "as-sent": (Price, {"x": 1, "amountCents": 1499, "amount": 10**6, "path": "/etc"}, "amount path amountCents"),
+    # Marked values are hidden, and no others: who writes the arguments cannot hide one that counts.
+    "beside": (fields("to", "n", pin=SECRET), {"pin": "s3cret", "n": 7, "to": "Ada", "x": 1}, "to n pin"),
+    "inside": (fields(login=fields("a", pin=SECRET)), {"login": {"a": "ada", "pin": "s3cret", "x": "r"}}, "login"),
+    "in-a-list": (fields(keys={"type": "array", "items": SECRET}), {"keys": ["s3cret", "s3cret"]}, "keys"),
+    "in-a-map": (fields(a={"additionalProperties": fields("n", pin=SECRET)}), {"a": {"x": {"pin": "s3cret"}}}, "a"),
+    "of-every-name": ({"type": "object", "additionalProperties": SECRET}, {"a": "s3cret"}, ""),
+    "by-pattern": ({"type": "object", "patternProperties": {"^p": SECRET}}, {"pin": "s3cret"}, ""),
+    "in-a-branch": ({**fields("key", "n"), "allOf": [fields(key=SECRET)]}, {"n": 1, "key": "s3cret"}, "key n"),
+    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, ""),
+    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, "pin"),
+    "open-model": (Open, FORCED, "to pin"),
+    "open-function": (pay, FORCED, "to pin"),
+    # By whatever name, with what any spelling of a marked one holds hidden: it is what a class is given.
+    "by-alias": (Payment, {"recipient": "A", "PIN": "s3cret"}, "recipient PIN"),
+    "by-name": (Payment, {"to": "A", "pin": "s3cret"}, "to pin"),
+    "by-both-names": (Payment, {"recipient": "A", "to": "E", "PIN": "s3cret", "pin": "s3cret"}, "to pin recipient PIN"),
+    "by-a-second-name": (Payment, {"to": "Ada", "otp": "s3cret", "for": "rent"}, "to otp for"),
+    "by-a-path": (Payment, {"to": "Ada", "codes": ("s3cret",)}, "to codes"),
+    "by-no-name": (Payment, {"to": "Ada", "account": "a:s3cret"}, "to"),  # an author's validator may read it
+    "inside-by-name": (Payment, {"to": "A", "login": {"user": "a", "password": "s3cret", "x": 1}}, "to login"),
+    "inside-by-alias": (Payment, {"to": "A", "login": {"user": "a", "pass": "s3cret"}}, "to login"),
+    "of-another-type": (Payment, {"to": "A", "card": "A:s3cret"}, "to card"),
+    "without-a-secret": (Payment, {"to": "Ada", "login": "x", "card": 7}, "to login card"),
+    # What another module passes, also under a hint that says nothing.
+    "models": (pay, {"to": HELD, "pin": "s3cret"}, "to pin"),
+}
 
-    def write(anything: Any, address: Address) -> str:
-        return "done"
+
+def hidden(sent: Any) -> Any:
+    """The same, where each text, tuple or shelf with "s3cret" is marked as a whole."""
+    if isinstance(sent, dict):
+        return {name: hidden(value) for name, value in sent.items()}
+    if isinstance(sent, list | deque):
+        return [hidden(value) for value in sent]
+    if isinstance(sent, BaseModel):
+        return hidden(sent.model_dump())
+    return REDACTED if isinstance(sent, Shelf) or "s3cret" in str(sent) else sent
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_shown_as_they_were_sent(case: str) -> None:
+    schema, sent, names = ARGUMENTS[case]
+    known, others = taken_by(schema, sent).shown(sent)
+    assert known | others == hidden(sent)
+    assert " ".join(known) == names
+
+
+def test_python_values_are_valid_arguments() -> None:
+    """As without approval: what is no JSON is held against the hints as it is."""
+
+    def send(size: Size, tags: set[str], address: Address, at: list[date]) -> str:
+        return ""
+
+    given = {"size": Size.LARGE, "tags": {"a"}, "address": ADDRESS, "at": [date(2026, 1, 2)]}
+    taken = taken_by(send, given)
+    assert taken.shown(given)[0]["address"] == hidden(ADDRESS)
+    assert [fault["field"] for fault in taken.faults({**given, "tags": ["a"]})] == ["tags"]
+
+
+PYTHON = {  # what another module passes, and what is shown of it
+    "numbers": (iter([1]), "<list_iterator>"),
+    "file": (io.StringIO("text"), "<StringIO>"),
+    "at": (date(2026, 1, 2), "2026-01-02"),
+    "path": (PurePosixPath("/mnt"), "/mnt"),
+    "price": (Decimal("1.50"), "1.50"),
+    "raw": (b"\xff", "_w=="),
+    "some": ({"a"}, ["a"]),
+    "by": ({"1": ()}, {"1": []}),
+    "size": (Size.LARGE, "large"),
+    "address": (ADDRESS, hidden(ADDRESS)),
+}
+
+
+async def test_a_question_uses_up_no_value() -> None:
+    ran: list[dict[str, Any]] = []
+    given = {name: value for name, (value, _) in PYTHON.items()}
 
     async def call(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("files.write", {"anything": held, "address": address}, context)
+        return await context.executor.call_async("files.write", given, context)
 
     arguments, asked = asking(APPROVE)
-    function = FunctionModule(write, "files.write", annotations=ModuleAnnotations(requires_approval=True))
-    async with connect({"files.write": function, "call": call}, client=arguments) as client, asyncio.timeout(20):
-        assert (await client.call_tool("call")).structured_content == {"result": "done"}
-    assert (asked[0].message.count(HIDDEN), asked[0].message.count("s3cret")) == (5, 0)
-    assert f'"shelf": {HIDDEN}' in asked[0].message
+    async with hosted({"files.write": guarded(ran), "call": call}, user=arguments) as client:
+        assert await outcome_of(client, "call") == RAN
+    lines = asked[0].message.partition(f"{UNNAMED}\n- ")[2].split("\n- ")
+    told = dict(line.split(": ", 1) for line in lines)
+    assert {name: json.loads(text) for name, text in told.items()} == {name: text for name, (_, text) in PYTHON.items()}
+    assert (list(ran[0]["numbers"]), ran[0]["file"].read(), ran[0]["size"]) == ([1], "text", Size.LARGE)
+
+
+class Box(BaseModel):
+    name: str
+    pin: str = Field("", **MARK)
+    boxes: list[Box] = []
+
+
+@pytest.mark.parametrize("handler", [ElicitationApprovalHandler(), AutoApproveHandler()])
+async def test_a_module_that_is_no_tool_is_asked_about(handler: Any) -> None:
+    """Its schema refers to itself, and what it marks could stand anywhere."""
+    ran: list[dict[str, Any]] = []
+    box = {"name": "red", "pin": "s3cret", "boxes": [{"name": "small", "pin": "s3cret"}]}
+    modules = {"empty": guarded(ran, input_schema=Box), "tidy": calls("empty", **box)}
+    arguments, asked = asking(APPROVE)
+    async with connect(modules, client=arguments, approval=handler) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["tidy"]
+        assert await outcome_of(client, "tidy") == RAN
+    assert len(ran) == 1
+    assert len(asked) == isinstance(handler, ElicitationApprovalHandler)
+    assert "s3cret" not in str(asked)
+
+
+async def test_a_question_hides_what_the_module_marks_that_runs() -> None:
+    """That of a second Executor, whatever the server's module of the same id says."""
+    payments = registry_of({"pay": guarded([], input_schema=Open)})
+    other = Executor(payments, approval_handler=ElicitationApprovalHandler())
+
+    async def shop(inputs: dict[str, Any], context: Any) -> Any:
+        return await other.call_async("pay", {"pin": "s3cret"})
+
+    arguments, asked = asking(APPROVE)
+    async with connect({"pay": lambda inputs, context: inputs, "shop": shop}, client=arguments) as client:
+        assert await outcome_of(client, "shop") == RAN
+    assert len(asked) == 1
+    assert "s3cret" not in str(asked)
+
+
+def test_no_caller_takes_the_questions_of_another() -> None:
+    """Those who have no name are one."""
+    params = {"name": "wipe", "arguments": {"text": "x" * (2**17 - 100)}}  # half of what a caller has room for
+    params["_meta"] = CAN_BE_ASKED
+    with serving(wiping()[0], middleware=LOGIN) as url:
+        for user in ("alice", "", "bob"):
+            sent = modern("tools/call", params, x_user=user or None)
+            answers = [httpx.post(f"{url}/mcp", **sent).json() for _ in range(3)]
+            assert [each.get("result", {}).get("resultType") for each in answers] == ["input_required"] * 2 + [None]
+            assert "Too many calls" in answers[2]["error"]["message"]
 
 
 # ---- Without state: one server asks, any other begins the call ----
@@ -909,23 +804,16 @@ YES: dict[str, Any] = {"approval": APPROVE}
 
 
 def replica(ran: list[dict[str, Any]], **options: Any) -> contextlib.AbstractContextManager[str]:
-    """One of several servers that share nothing but a key. `below` calls `wipe`, which needs approval."""
-
-    async def below(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("wipe", inputs, context)
-
-    async def alone(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("wipe", inputs)
-
-    wipe = guarded(ran, input_schema=Wipe)
-    modules = {"wipe": wipe, "burn": guarded(ran), "ask": ask, "below": below, "alone": alone}
-    return serving(registry_of(modules), **{"stateless": True, "state_key": KEY, **options})
+    """One of several servers that share nothing but a key."""
+    executor = nested(ran)
+    executor.registry.register("burn", guarded(ran))
+    executor.registry.register("ask", FunctionalModule(ask))
+    return serving(executor, **{"stateless": True, "state_key": KEY, **options})
 
 
 @contextlib.asynccontextmanager
 async def wire_of(url: str, user: Any = APPROVE, mode: str = MODERN) -> AsyncIterator[Wire]:
-    arguments, _ = asking(user)
-    async with client_of(url, mode, **arguments) as client, asyncio.timeout(30):
+    async with client_of(url, mode, **asking(user)[0]) as client, asyncio.timeout(30):
         yield Wire(client)
 
 
@@ -942,35 +830,23 @@ async def test_any_server_with_the_key_begins_the_call() -> None:
         with replica(there, search=True, state_key=KEY.encode()) as url:
             async with wire_of(url) as wire:
                 result = await wire.call(*call, request_state=state, input_responses=YES)
-                assert (text_of(result), ran, there) == ('{"ran":true}', [], [{"disk": "a"}])
+                assert (text_of(result), ran, there) == (RAN, [], [{"disk": "a"}])
                 _, _, another = await wire.question(*call)
                 assert another != state
                 _, question_again, _ = await wire.question(*call, request_state=state)
                 assert question_again == question, "a retry without an answer is asked again"
 
 
-@pytest.mark.parametrize(
-    "user",
-    [REFUSE, DECLINE, ElicitResult(action="cancel"), accept(approve="yes"), accept()],
-    ids=repr,
-)
-async def test_whatever_is_no_yes_is_a_no(user: ElicitResult) -> None:
+async def test_whatever_is_no_yes_is_a_no() -> None:
     ran: list[dict[str, Any]] = []
-    with replica(ran) as url:
-        arguments, asked = asking(user)
-        async with client_of(url, **arguments) as client:
-            assert await outcome_of(client, "wipe", {"disk": "a"}) == DENIED
-    assert (len(asked), ran) == (1, [])
-
-
-async def test_an_answer_of_another_kind_is_a_no() -> None:
-    ran: list[dict[str, Any]] = []
+    refusals = [REFUSE, DECLINE, ElicitResult(action="cancel", content={"approve": True}), accept(approve="yes")]
+    odd = [accept(), accept(approve=1), accept(approve=["true"]), ListRootsResult(roots=[])]
     with replica(ran) as url:
         async with wire_of(url) as wire:
             _, _, state = await wire.question("burn", {})
-            for odd in (ListRootsResult(roots=[]), accept(approve=1), accept(approve=["true"])):
-                result = await wire.call("burn", {}, request_state=state, input_responses={"approval": odd})
-                assert text_of(result) == DENIED
+            for answer in refusals + odd:
+                result = await wire.call("burn", {}, request_state=state, input_responses={"approval": answer})
+                assert text_of(result) == DENIED, answer
     assert ran == []
 
 
@@ -980,7 +856,7 @@ def aged(state: str, **claims: Any) -> str:
     return codec.seal(json.dumps({**json.loads(codec.unseal(state)), **claims}).encode())
 
 
-async def test_only_the_state_of_the_question_begins_a_call() -> None:
+async def test_only_its_own_state_begins_a_call() -> None:
     ran: list[dict[str, Any]] = []
     kept = serving(registry_of({"burn": ask}))
     with replica(ran) as url, replica(ran, state_key="x" * 32) as of_others, kept as with_sessions:
@@ -988,17 +864,13 @@ async def test_only_the_state_of_the_question_begins_a_call() -> None:
             _, _, state = await wire.question("burn", {"n": 1})
             _, _, parked = await keeping.question("burn", {"n": 1})
             made_up = AESGCMRequestStateCodec(["y" * 32]).seal(AESGCMRequestStateCodec([KEY]).unseal(state))
+            forged = [aged(state, exp=time.time() - 1), aged(state, s="something else"), parked, made_up]
             attempts: list[tuple[Wire, str, str, Any]] = [
                 (wire, state, "burn", {"n": 2}),
                 (wire, state, "wipe", {"n": 1}),
                 (foreign, state, "burn", {"n": 1}),
                 (keeping, state, "burn", {"n": 1}),
-                (wire, aged(state, exp=time.time() - 1), "burn", {"n": 1}),
-                (wire, aged(state, s="something else"), "burn", {"n": 1}),
-                *(
-                    (wire, text, "burn", {"n": 1})
-                    for text in ("approval", "", parked, made_up, state[:-4], f"{state}x")
-                ),
+                *((wire, text, "burn", {"n": 1}) for text in (*forged, "approval", "", state[:-4], f"{state}x")),
             ]
             for where, sent, name, arguments in attempts:
                 with pytest.raises(MCPError) as caught:
@@ -1011,28 +883,25 @@ async def test_only_the_state_of_the_question_begins_a_call() -> None:
     assert ran == []
 
 
-def test_only_the_caller_who_was_asked_brings_the_answer() -> None:
+def test_only_who_was_asked_brings_the_answer() -> None:
     """Callers as any middleware finds them out, not only the SDK's for tokens."""
-
     ran: list[dict[str, Any]] = []
-    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
-    with replica(ran, middleware=middleware) as asks, replica(ran, middleware=middleware) as runs:
-        states: dict[str, str] = {}
-        params: dict[str, Any] = {"name": "burn", "arguments": {}}
-        params["_meta"] = {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
-        for user in ("alice", ""):
-            response = httpx.post(f"{asks}/mcp", **modern("tools/call", params, x_user=user or None))
-            states[user] = response.json()["result"]["requestState"]
-        answered = {**params, "inputResponses": {"approval": {"action": "accept", "content": {"approve": True}}}}
+    params: dict[str, Any] = {"name": "burn", "arguments": {}, "_meta": CAN_BE_ASKED}
+
+    def post(url: str, user: str, **retry: Any) -> Any:
+        return httpx.post(f"{url}/mcp", **modern("tools/call", {**params, **retry}, x_user=user or None)).json()
+
+    with replica(ran, middleware=LOGIN) as asks, replica(ran, middleware=LOGIN) as runs:
+        states = {user: post(asks, user)["result"]["requestState"] for user in ("alice", "")}
+        yes = {"approval": {"action": "accept", "content": {"approve": True}}}
         for asked, user in (("alice", "bob"), ("alice", ""), ("", "alice"), ("alice", "alice"), ("", "")):
-            retry = {**answered, "requestState": states[asked]}
-            response = httpx.post(f"{runs}/mcp", **modern("tools/call", retry, x_user=user or None)).json()
+            response = post(runs, user, inputResponses=yes, requestState=states[asked])
             assert ("result" in response) == (asked == user)
     assert len(ran) == 2
 
 
 @pytest.mark.parametrize("approval", ["require", "auto"])
-async def test_without_state_nobody_is_asked_about_nested_calls(approval: str) -> None:
+async def test_without_state_nested_calls_are_refused(approval: str) -> None:
     """And none is let through: who made the call could be asked."""
     ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
@@ -1044,88 +913,16 @@ async def test_without_state_nobody_is_asked_about_nested_calls(approval: str) -
     assert (ran, asked) == ([], [])
 
 
-class Box(BaseModel):
-    name: str
-    pin: str = Field("", **MARK)
-    boxes: list[Box] = []
-
-
-@pytest.mark.parametrize("handler", [ElicitationApprovalHandler(), AutoApproveHandler()])
-async def test_a_module_that_is_no_tool_is_asked_about_when_another_calls_it(handler: Any) -> None:
-    """Its schema refers to itself, and what it marks could stand anywhere."""
-    ran: list[dict[str, Any]] = []
-    registry = registry_of({"empty": guarded(ran, input_schema=Box)})
-
-    async def tidy(inputs: dict[str, Any], context: Any) -> Any:
-        box = {"name": "red", "pin": "s3cret", "boxes": [{"name": "small", "pin": "s3cret"}]}
-        return await context.executor.call_async("empty", box, context)
-
-    registry.register("tidy", FunctionalModule(tidy))
-    arguments, asked = asking(APPROVE)
-    async with connect(registry, client=arguments, approval=handler) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["tidy"]
-        assert text_of(await client.call_tool("tidy")) == '{"ran":true}'
-    assert len(ran) == 1
-    assert len(asked) == isinstance(handler, ElicitationApprovalHandler)
-    assert "s3cret" not in str(asked)
-
-
-async def test_a_question_hides_what_the_module_marks_that_runs() -> None:
-    """That of a second Executor, whatever the server's module of the same id says."""
-
-    class Pin(BaseModel):
-        pin: str = Field(**MARK)
-
-    ran: list[dict[str, Any]] = []
-    payments = registry_of({"pay": guarded(ran, input_schema=Pin)})
-    other = Executor(payments, approval_handler=ElicitationApprovalHandler())
-    registry = registry_of({"pay": FunctionalModule(lambda inputs, context: inputs)})
-
-    async def shop(inputs: dict[str, Any], context: Any) -> Any:
-        return await other.call_async("pay", {"pin": "s3cret"})
-
-    registry.register("shop", FunctionalModule(shop))
-    arguments, asked = asking(APPROVE)
-    async with connect(registry, client=arguments) as client:
-        assert text_of(await client.call_tool("shop")) == '{"ran":true}'
-    assert (len(ran), len(asked)) == (1, 1)
-    assert "s3cret" not in str(asked)
-
-
-def test_no_caller_takes_the_questions_of_another() -> None:
-    """Those who have no name are one."""
-    executor, _ = wiping()
-    middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
-    params = {"name": "wipe", "arguments": {"text": "x" * (2**17 - 100)}}  # half of what a caller has room for
-    params["_meta"] = {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
-    with serving(executor, middleware=middleware) as url:
-        for user in ("alice", "", "bob"):
-            sent = modern("tools/call", params, x_user=user or None)
-            answers = [httpx.post(f"{url}/mcp", **sent).json() for _ in range(3)]
-            assert [each.get("result", {}).get("resultType") for each in answers] == ["input_required"] * 2 + [None]
-            assert "Too many calls" in answers[2]["error"]["message"]
-
-
-def test_deny_beside_a_handler_of_the_executors_own_is_refused() -> None:
-    """It would deny nothing."""
-    executor, _ = wiping(approval_handler=AutoApproveHandler())
-    with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
-        MCPServer(executor, approval="deny")
-
-
 async def test_who_cannot_be_asked_is_told_so() -> None:
     """A client without elicitation, and one of the handshake versions, to which no answer could come back."""
     ran: list[dict[str, Any]] = []
-    with replica(ran) as url:
-        async with wire_of(url, None) as wire:
-            assert await outcome_of(wire.client, "burn") == LACKS_ELICITATION
-        async with wire_of(url, mode=HANDSHAKE) as wire:
-            assert await outcome_of(wire.client, "burn") == UNASKED
-    with replica(ran, approval="auto") as url:
-        for user, mode in ((None, MODERN), (APPROVE, HANDSHAKE)):
-            async with wire_of(url, user, mode) as wire:
-                assert await outcome_of(wire.client, "burn") == '{"ran":true}'
-    assert len(ran) == 2
+    with replica(ran) as url, replica(ran, approval="auto") as lenient:
+        for user, mode, told in ((None, MODERN, LACKS_ELICITATION), (APPROVE, HANDSHAKE, UNASKED)):
+            async with wire_of(url, user, mode) as wire, wire_of(lenient, user, mode) as let_through:
+                assert await outcome_of(wire.client, "burn") == told
+                assert ran == []
+                assert await outcome_of(let_through.client, "burn") == RAN
+                ran.clear()
 
 
 async def test_a_retry_that_declares_less_is_not_let_through() -> None:
@@ -1144,7 +941,7 @@ async def test_arguments_and_acl_are_checked_before_each_round() -> None:
     """And no middleware takes the question for a failure that it might recover from."""
     seen: list[str] = []
 
-    class Recover(ExecutorMiddleware):
+    class Recover(Middleware):
         def on_error(self, module_id: str, inputs: dict[str, Any], error: Exception, context: Any) -> dict[str, Any]:
             seen.append(type(error).__name__)
             return {"recovered": True}
@@ -1170,7 +967,7 @@ async def test_arguments_and_acl_are_checked_before_each_round() -> None:
         ({"state_key": "k" * 32}, "stateless"),
     ],
 )
-def test_a_state_key_is_long_and_for_stateless_servers(options: dict[str, Any], says: str) -> None:
+def test_a_state_key_is_long_and_for_stateless_use(options: dict[str, Any], says: str) -> None:
     for door in (serve, MCPServer, async_serve):
         with pytest.raises(ValueError, match=says) as caught:
             door(registry_of(), transport="streamable-http", **options)
