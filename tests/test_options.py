@@ -37,6 +37,8 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"explorer_prefix": "/a/../b"}, f"{PREFIX} '/a/../b'"),
     (ValueError, {"explorer_prefix": "explorer"}, f"{PREFIX} 'explorer'"),
     (ValueError, {"explorer_prefix": "/"}, f"{PREFIX} '/'"),
+    (ValueError, {"explorer_prefix": ""}, f"{PREFIX} ''"),
+    (ValueError, {"explorer_prefix": "/messages/x"}, f"{PREFIX} '/messages/x'"),
     (ValueError, {"explorer_prefix": "/{name}"}, f"{PREFIX} '/{{name}}'"),
     (ValueError, {"max_sessions": 0}, ABOVE),
     (ValueError, {"max_result": -1}, ABOVE),
