@@ -4,7 +4,7 @@ python -m tests.benchmarks.search              how often, beside FastMCP's BM25S
 python -m tests.benchmarks.search --misses     and what is found instead of the right tool
 
 The catalog comes from the package `@octokit/openapi` of npm, and FastMCP into an environment of its own, both in the
-cache of `tests.interop`. Both search the same names, descriptions and parameters.
+cache of `tests.interop`. Both search the same names, descriptions and parameters, over MCP.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import tarfile
 from typing import Any
 
 from apcore import Registry
+from mcp.client import Client
 
-from apcore_mcp import run_openai_call
+from apcore_mcp import MCPServer
 from tests.interop.programs import CACHE, python_of, run, version_in
 
 PACKAGE, VERSION = "@octokit/openapi", "23.0.2"
@@ -144,12 +146,21 @@ async def ours(tools: list[dict[str, Any]]) -> dict[str, list[str]]:
     registry = Registry()
     for tool in tools:
         registry.register(tool["name"], Operation(tool))
-    found = {}
-    for question in QUESTIONS:
-        text = await run_openai_call(registry, "search_tools", {"query": question}, search=True)
-        tools = json.loads(text) if text.startswith("[") else []
-        found[question] = [tool["name"].replace("-", ".") for tool in tools]
-    return found
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = MCPServer(registry, transport="streamable-http", port=port, search=True, log_level="ERROR")
+    server.start()
+    found: dict[str, list[str]] = {}
+    try:
+        async with Client(f"http://127.0.0.1:{port}/mcp", mode="2026-07-28") as client:
+            for question in QUESTIONS:
+                result = await client.call_tool("search_tools", {"query": question})
+                found[question] = [tool["name"] for tool in (result.structured_content or {"result": []})["result"]]
+        return found
+    finally:
+        server.stop()
+        server.wait()
 
 
 THEIRS = """
