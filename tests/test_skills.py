@@ -134,6 +134,7 @@ ODD = {
     "too-large": "16 MiB",
     "file-elsewhere": "is a link",
     "folder-elsewhere": "is a link",
+    "folder-beside": "to a folder",
     "linked": "is a link",
     "without": "No such file",
 }
@@ -149,6 +150,7 @@ def write_odd(skills: Path) -> None:
         file.truncate(16 * 2**20)
     (skills / "file-elsewhere" / "passwd").symlink_to(__file__)
     (skills / "folder-elsewhere" / "references").symlink_to(ROOT, target_is_directory=True)
+    (skills / "folder-beside" / "references").symlink_to(skills / "good", target_is_directory=True)
     (skills / "linked").symlink_to(write(skills.parent / "elsewhere" / "linked"), target_is_directory=True)
     (skills / "without" / "SKILL.md").unlink()
     (skills / "without" / "other").touch()
