@@ -164,7 +164,9 @@ def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def of_page(page: str) -> Any:
-    return pytest.mark.parametrize("project", [page], indirect=True, ids=[page])
+    """A test that runs where the reader of this page works."""
+    where = pytest.mark.parametrize("project", [page], indirect=True, ids=[page])
+    return lambda test: pytest.mark.usefixtures("project")(where(test))
 
 
 # ---- What the pages show of tools ----
@@ -279,7 +281,6 @@ def test_the_commands_of_a_page_run(project: Path, page: str, capfd: pytest.Capt
 @pytest.mark.once
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @of_page("pages.md")
-@pytest.mark.usefixtures("project")
 def test_the_page_of_a_tool_shows_its_result() -> None:
     api = pytest.importorskip("playwright.sync_api")
     with serving(discover("extensions"), explorer=True, allow_execute=True) as url, api.sync_playwright() as playwright:
@@ -372,7 +373,6 @@ def executed(page: str, name: str) -> Any:
 
 
 @of_page("openai.md")
-@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(("name", "question"), [("chat.py", [{"role": "user"}]), ("responses.py", "Shout hi")])
 async def test_a_conversation_with_openai_runs(name: str, question: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=AsyncOpenAI))  # type: ignore[arg-type]
@@ -388,7 +388,6 @@ async def test_the_lines_for_openai_offer_the_tools_and_run_one(project: Path) -
 
 
 @of_page("openai.md")
-@pytest.mark.usefixtures("project")
 async def test_the_tools_are_told_to_other_models_and_a_result_in_parts() -> None:
     told = executed("openai.md", "other_models.py")
     (deferred,) = told.deferred[1:]
@@ -402,7 +401,6 @@ async def test_the_tools_are_told_to_other_models_and_a_result_in_parts() -> Non
 
 
 @of_page("openai.md")
-@pytest.mark.usefixtures("project")
 def test_a_call_of_openais_is_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     executed("openai.md", "by_hand.py")
     assert capsys.readouterr().out == "{'result': 'GOOD MORNING'}\n"
@@ -418,7 +416,6 @@ def test_the_tools_are_mounted_in_an_application(project: Path) -> None:
 
 
 @of_page("callers-and-logins.md")
-@pytest.mark.usefixtures("project")
 def test_the_tools_are_mounted_behind_a_login() -> None:
     with TestClient(executed("callers-and-logins.md", "tools.py").app, base_url="https://example.com") as http:
         refused = http.post("/tools/mcp", **modern("tools/list"))
@@ -430,7 +427,6 @@ def test_the_tools_are_mounted_behind_a_login() -> None:
 
 
 @of_page("callers-and-logins.md")
-@pytest.mark.usefixtures("project")
 async def test_a_tool_calls_an_api_as_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the token for which the issuer has exchanged the caller's."""
 
@@ -474,11 +470,9 @@ def test_the_tests_of_a_tool_pass(page: str, name: str) -> None:
 
 
 @of_page("first-steps.md")
-@pytest.mark.usefixtures("project")
 async def test_a_notebook_calls_a_tool_and_serves_it() -> None:
-    text = program("first-steps.md", "notebook.py").replace(
-        '"streamable-http"', f'"streamable-http", port={free_port()}'
-    )
+    port = f'"streamable-http", port={free_port()}'
+    text = program("first-steps.md", "notebook.py").replace('"streamable-http"', port)
     defined: dict[str, Any] = {"__name__": "__main__"}
     await eval(compile(text, "notebook.py", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), defined)
     defined["server"].stop()
@@ -487,7 +481,6 @@ async def test_a_notebook_calls_a_tool_and_serves_it() -> None:
 
 
 @of_page("data.md")
-@pytest.mark.usefixtures("project")
 async def test_an_output_formatter_writes_yaml() -> None:
     told: list[str] = []
     async with talking([sys.executable, "as_yaml.py"], told) as client:
@@ -498,7 +491,6 @@ async def test_an_output_formatter_writes_yaml() -> None:
 
 
 @of_page("secrets-and-approval.md")
-@pytest.mark.usefixtures("project")
 async def test_a_handler_of_ones_own_decides() -> None:
     result = await executed("secrets-and-approval.md", "office_hours.py").decide(None)
     assert result.status in ("approved", "rejected")
@@ -626,27 +618,24 @@ FOREIGN_FLAGS = set(
 )
 
 
-def parser_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+@pytest.fixture
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit):
         main(["--help"])
     return capsys.readouterr().out
 
 
-def test_the_pages_name_only_flags_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = {*re.findall(r"--[a-z][a-z-]+", parser_help(monkeypatch, capsys))} | FOREIGN_FLAGS
+def test_the_pages_name_only_flags_that_exist(help_text: str) -> None:
+    flags = {*re.findall(r"--[a-z][a-z-]+", help_text)} | FOREIGN_FLAGS
     for page, text in PAGES.items():
         for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)):
             assert {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)} <= flags, (page, code)
 
 
-def test_the_table_of_flags_is_that_of_the_parser(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_flags_is_that_of_the_parser(help_text: str) -> None:
     known = {}
-    options = parser_help(monkeypatch, capsys).partition("\noptions:")[2].partition("\n\nEach flag has")[0]
+    options = help_text.partition("\noptions:")[2].partition("\n\nEach flag has")[0]
     for flag in re.findall(r"\n  (--(?:(?!\n  --)[^\0])+)", options):
         default = re.search(r"\(default: (.+)\)", flag)
         known[re.split(r"\s\s+", flag)[0]] = default[1] if default else None
