@@ -798,6 +798,7 @@ def fail(inputs: dict[str, Any], context: Any) -> Any:
 def hostile() -> dict[str, Any]:
     either = [objects("", EVIL, a={"const": EVIL}), INTEGER]
     named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
+    named["size"] = {"type": "integer", "default": EVIL}  # which its field cannot show, and what is said of it can
     properties = {"choice": {"enum": [EVIL, "b"], "default": EVIL}, "__proto__": STRING, "either": {"oneOf": either}}
     drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
     answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
