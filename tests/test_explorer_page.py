@@ -6,7 +6,6 @@ One browser, one page and one server stand for the whole file: a test shows the 
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import socketserver
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -167,20 +167,35 @@ def arguments(page: Page) -> Any:
     return json.loads(page.get_by_label("Arguments as JSON").input_value())
 
 
-def write_json(page: Page, text: str) -> None:
-    """Types `text` into the JSON view and asks for the form again."""
+def write_json(page: Page, value: Any) -> None:
+    """Types `value`, if it is no text its JSON, into the JSON view and asks for the form again."""
+    text = value if isinstance(value, str) else json.dumps(value)
     page.get_by_role("button", name="JSON", exact=True).click()
     page.get_by_label("Arguments as JSON").fill(text)
     page.get_by_role("button", name="Form", exact=True).click()
 
 
-def sent(page: Page) -> str:
-    """Presses Run; the body of the call, once it is answered."""
+def sent(page: Page) -> Any:
+    """Presses Run; the arguments of the call, with every digit, once it is answered."""
     with page.expect_response(lambda response: response.request.method == "POST") as response:
         run(page)
-    body = response.value.request.post_data
-    assert body is not None
-    return body
+    return json.loads(response.value.request.post_data or "", parse_float=Decimal)
+
+
+def edit(page: Page, name: str, value: str) -> None:
+    """Fills in what stands in the form under a name that begins so: a text, a choice, a box to check or a button."""
+    form = page.get_by_role("form", name="Arguments")
+    if name.startswith(("Add", "Remove")):
+        form.get_by_role("button", name=name, exact=True).click()
+        return
+    control = form.get_by_label(re.compile(f"^{re.escape(name)}")).first
+    kind = control.evaluate("each => each.type")
+    if kind == "checkbox":
+        control.check()
+    elif kind == "select-one":
+        control.select_option(value)
+    else:
+        control.fill(value)
 
 
 def refused(page: Page) -> Locator:
@@ -191,6 +206,17 @@ def refused(page: Page) -> Locator:
     expect(sentence).to_contain_text("Not run")
     assert posted() == before
     return sentence
+
+
+def counted() -> tuple[list[Any], Callable[..., Any]]:
+    """The runs of a module, and what it does: nothing."""
+    runs: list[Any] = []
+
+    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        runs.append(inputs)
+        return {}
+
+    return runs, touch
 
 
 def refresh(page: Page) -> None:
@@ -222,14 +248,15 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
-def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is_there(page: Page) -> None:
+def test_greets_with_what_the_server_is_and_runs_nothing_unless_allowed(page: Page) -> None:
     options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
-    with serving(registry_of(MODULES), explorer=True, **options) as url:
+    modules = {**MODULES, "shop.page": FunctionalModule(echo, metadata=overlay(APP))}
+    with serving(registry_of(modules), explorer=True, **options) as url:
         page.set_viewport_size(PHONE)
         page.goto(f"{url}/a/b/")
         greeting = page.get_by_role("main")
         expect(greeting.get_by_role("heading", level=2)).to_have_text("House")
-        expect(greeting).to_contain_text("version 2.1 · 4 tools · streamable HTTP")
+        expect(greeting).to_contain_text("version 2.1 · 5 tools · streamable HTTP")
         expect(greeting.get_by_text(f"{url}/mcp", exact=True)).to_be_visible()
         greeting.get_by_text("As JSON").click()
         entry = {"mcpServers": {"House": {"type": "http", "url": f"{url}/mcp"}}}
@@ -238,23 +265,24 @@ def test_greets_with_what_the_server_is_and_without_execution_all_but_running_is
         expect(greeting).to_contain_text("Knock." + EVIL)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         page.set_viewport_size(WIDE)
-        page.get_by_role("link", name="shop.order").click()
-        expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
-        expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
+        for name in ("shop.page", "shop.order"):
+            page.get_by_role("link", name=name).click()
+            expect(page.get_by_role("heading", level=2, name=name)).to_be_visible()
+            expect(page.get_by_text("Running tools is switched off here.")).to_contain_text("--allow-execute")
+            expect(page.get_by_role("button", name="Run", exact=True)).to_have_count(0)
+            expect(page.locator("iframe")).to_have_count(0)
         page.get_by_label("customer").fill("Ann")
         page.keyboard.press("Control+Enter")
         assert arguments(page)["customer"] == "Ann"
         assert posted() == []
 
 
-def test_an_empty_list_behind_an_acl_says_that_a_token_may_be_missing(page: Page) -> None:
+def test_says_what_is_not_there(page: Page) -> None:
+    """Tools, for this caller or at all, and the server itself."""
     nobody = Executor(registry_of({"door.open": echo}), acl=ACL([], default_effect="deny"))
     with serving(nobody, explorer=True) as url:
         page.goto(f"{url}/explorer/")
         expect(page.get_by_role("main")).to_contain_text("It offers you no tools: what its ACL lets you call depends")
-
-
-def test_says_when_a_tool_is_not_there_and_when_the_server_is_gone(page: Page) -> None:
     registry = registry_of()
     with serving(registry, explorer=True, transport="sse") as url:
         page.goto(f"{url}/explorer/")
@@ -288,7 +316,7 @@ def many() -> Iterator[str]:
         yield f"{url}/explorer/"
 
 
-def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(page: Page, many: str) -> None:
+def test_many_tools_stand_in_groups_that_can_be_closed_and_filtered(page: Page, many: str) -> None:
     page.goto(many)
     tools, search = page.get_by_role("navigation", name="Tools"), page.get_by_label("Search tools")
     links, groups = tools.get_by_role("link"), tools.locator("details:has(a) > summary")
@@ -303,11 +331,9 @@ def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(pa
     page.keyboard.press("ArrowDown")
     expect(page.get_by_role("link", name="crm.act_0")).to_be_focused()
     groups.filter(has_text="crm").click()
-    expect(links).to_have_count(0)
-    search.fill("act_3")
-    expect(links).to_have_count(8)
-    search.fill("")
-    expect(links).to_have_count(0)
+    for query, found in (("", 0), ("act_3", 8), ("", 0)):
+        search.fill(query)
+        expect(links).to_have_count(found)
     page.get_by_label("Tag").select_option("read")
     expect(tools.get_by_role("status")).to_have_text("40 of 80 tools")
     search.fill("mail")
@@ -322,30 +348,22 @@ def test_eighty_tools_stand_in_groups_that_can_be_closed_and_filtered_by_tags(pa
 def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str) -> None:
     opened(page, url, "shop.order")
     assert arguments(page) == {"count": 1, "address": {}}, "defaults, and what must be there"
-    page.get_by_label("customer").fill("Ann")
-    page.get_by_label("count").fill("3")
-    page.get_by_label("colour").select_option("green")
-    page.get_by_label("gift").select_option("false")
-    page.get_by_label(re.compile("^on string, date")).fill("2026-02-28")
-    page.get_by_label("city").fill("Ulm")
-    page.get_by_role("button", name="Add to lines").click()
-    page.get_by_label("sku").fill("A1")
-    page.get_by_label("Include pay").check()
-    page.get_by_label("Kind of pay").select_option("Invoice")
-    page.get_by_label("days").fill("30")
+    edits = {"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string, date": "2026-02-28"}
+    edits |= {"city": "Ulm", "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "30"}
+    for name, value in edits.items():
+        edit(page, name, value)
     expected = {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28"}
-    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}]}
-    assert arguments(page) == {**expected, "pay": {"kind": "invoice", "days": 30}}
+    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 30}}
+    assert arguments(page) == expected
     changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
     changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
-    write_json(page, json.dumps(changed))
+    write_json(page, changed)
     for label, value in (("customer", "Bo"), ("count", ""), ("number string", "4")):
         expect(page.get_by_label(label)).to_have_value(value)
     page.get_by_label("zip").fill("53111")
     page.get_by_role("button", name="Remove lines 1").click()
     changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
-    assert arguments(page) == changed, "what the form does not know is kept, and so is every digit"
-    assert json.loads(sent(page)) == changed
+    assert sent(page) == changed, "what the form does not know is kept, and so is every digit"
 
 
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
@@ -357,7 +375,7 @@ def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> N
         expect(box).to_have_accessible_description(re.compile(told))
     refused(page)
     expect(box).to_be_focused()
-    write_json(page, '{"customer": "Bo", "address": {"city": "Ulm"}}')
+    write_json(page, {"customer": "Bo", "address": {"city": "Ulm"}})
     expect(box).to_be_hidden()
 
 
@@ -379,7 +397,7 @@ def test_half_written_json_is_never_run_nor_a_secret_of_any_type_shown(show: Sho
     page.get_by_text("curl", exact=True).click()
     expect(page.get_by_text("curl -sS")).to_have_count(0)
     page.get_by_label("any any").fill('{"a": 1}')
-    assert json.loads(sent(page))["any"] == {"a": 1}
+    assert sent(page)["any"] == {"a": 1}
     expect(page.get_by_text("curl -sS")).to_be_visible()
 
 
@@ -425,7 +443,7 @@ def test_examples_fill_the_form_as_they_are_and_every_text_keeps_its_lines(show:
     chosen.press("ArrowDown")
     chosen.press("ArrowDown")
     expect(chosen.locator("option:checked")).to_have_text("Lines")
-    assert json.loads(sent(page)) == {**given, "key": "***REDACTED***"}  # of which no example is told
+    assert sent(page) == {**given, "key": "***REDACTED***"}  # of which no example is told
     page.get_by_label("limit").fill("3")
     expect(chosen.locator("option:checked")).to_have_text("Fill in an example…")
     for label in ("query", "key", "note"):
@@ -433,124 +451,106 @@ def test_examples_fill_the_form_as_they_are_and_every_text_keeps_its_lines(show:
     page.get_by_role("textbox", name="steps 2").fill("s\nt")
     page.get_by_label("query").press("Enter")
     changed = {"query": "x\ny\n", "key": "x\ny", "note": "x\ny", "steps": [lines, "s\nt"], "limit": 3}
-    assert json.loads(sent(page)) == {**given, **changed}
+    assert sent(page) == {**given, **changed}
 
 
-def test_a_null_stays_null_until_somebody_edits_it(show: Show) -> None:
-    null = {"type": "null"}
-    schema = objects(
-        "must object either",
-        must={"anyOf": [{"type": "array", "items": INTEGER}, null]},
-        object={"anyOf": [{"type": "object", "properties": {"a": {"type": "integer", "default": 7}}}, null]},
-        either={"oneOf": [{"const": "x"}, INTEGER, null]},
-        number={"anyOf": [NUMBER, null], "default": 1},
-        other=STRING,
-    )
+NULL = {"type": "null"}
+SEVEN = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
+PAYMENTS = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING, bic=STRING), STRING, {"const": 5}]
+PAYMENTS += [objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]
+CASH, CHEQUE = objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)
+ODD_MAP = {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}
+
+
+FORMS: dict[str, tuple[Any, ...]] = {
+    "a null stays null until somebody edits it": (
+        objects(
+            "must object either",
+            must={"anyOf": [{"type": "array", "items": INTEGER}, NULL]},
+            object={"anyOf": [SEVEN, NULL]},
+            either={"oneOf": [{"const": "x"}, INTEGER, NULL]},
+            number={"anyOf": [NUMBER, NULL], "default": 1},
+        ),
+        {"must": [], "object": {"n": 7}, "either": "x", "number": 1},
+        dict.fromkeys(("must", "object", "either", "number")),
+        ["null"] * 4,
+        {"Add to must": "", "must 1": "5", "number": "2"},
+        {"must": [5], "object": None, "either": None, "number": 2},
+    ),
+    "what a field cannot show is told": (
+        objects(day={"type": "string", "format": "date"}, colour={"enum": ["red", "green"]}, flag={"type": "boolean"},
+                sizes={"type": "array", "items": INTEGER}, kind={"oneOf": [INTEGER, {"type": "boolean"}]}),
+        {},
+        {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+        ['"31.01.2025"', '"mauve"', '"yes"', '"all"', '["k"]'],
+        {"day": "2025-01-31"},
+        {"day": "2025-01-31", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+    ),
+    "what has no title is called by what tells it from the others": (
+        objects(pay={"oneOf": PAYMENTS}),
+        {},
+        {},
+        ["card or object of iban, bic or string or 5 or object of a, b, c, … or object"],
+        {"Include pay": "", "Kind of pay": "object of iban, bic", "iban string": "DE02"},
+        {"pay": {"iban": "DE02"}},
+    ),
+    "what is left out is told and what the form does not know can be edited": (
+        objects("pick list", pick={"oneOf": [{"title": "A", **SEVEN}, {"title": "B", **SEVEN}]},
+                list={"type": "array", "items": {}}, inner={**objects(a=STRING), "additionalProperties": False}),
+        {"pick": {"n": 7}, "list": []},
+        {"other": [2], "inner": {"a": "x", "b": 3}},
+        ["Until this is edited it is left out"] * 2,
+        {"b any": "4", "Remove other": "", "n integer": "1"},
+        {"inner": {"a": "x", "b": 4}, "pick": {"n": 1}},
+    ),
+    "every entry of a map is data and every digit is kept": (
+        objects(map={"type": "object", "additionalProperties": INTEGER}, n={**NUMBER, "maximum": 2**60 + 1}, m=NUMBER),
+        {},
+        {"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}},
+        [f"≤ {2**60 + 1}"],
+        {"constructor": "5", "n number": "1e400", "m number": "0.12345678901234567890"},
+        {"map": {"": 1, "__proto__": 2, "constructor": 5, "toString": 4}, "n": Decimal("1e400"),
+         "m": Decimal("0.12345678901234567890")},
+    ),
+    "what all kinds have stands in each": (
+        {"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": [CASH, CHEQUE]}]},
+        {},
+        {"x": 2, "amount": 3},
+        [],
+        {"Kind of arguments": "Cheque", "x integer": "1", "number string": "4"},
+        {"x": 1, "number": "4"},
+    ),
+    "any": ({"type": "object"}, {}, {"a": 55}, ["It can be given some as JSON."], {}, {"a": 55}),
+    "none": ({**NOTHING, "additionalProperties": False}, {}, {}, ["This tool takes no arguments."], {}, {}),
+}  # fmt: skip
+"""A schema, and the arguments that the form begins with; others that are given as JSON, and sent as they are; what is
+shown of them; what is edited, and what is sent then."""
+
+
+@pytest.mark.parametrize(("schema", "begins", "given", "shows", "edits", "sends"), FORMS.values(), ids=FORMS)
+def test_arguments_are_shown_and_sent_as_they_are_until_edited(
+    show: Show, schema: Any, begins: Any, given: Any, shows: list[str], edits: dict[str, str], sends: Any
+) -> None:
     page = show(schema)
-    assert arguments(page) == {"must": [], "object": {"a": 7}, "either": "x", "number": 1}
-    given = dict.fromkeys(("must", "object", "either", "number"))
-    write_json(page, json.dumps(given))
-    assert json.loads(sent(page)) == given
-    notes = page.get_by_role("form", name="Arguments").get_by_text(re.compile("null"))
-    expect(notes.locator("visible=true")).to_have_count(4)
-    page.get_by_label("other").fill("text")
-    page.get_by_role("button", name="Add to must").click()
-    page.get_by_role("textbox", name="must 1").fill("5")
-    page.get_by_label("number").fill("2")
-    assert json.loads(sent(page)) == {**given, "other": "text", "must": [5], "number": 2}
+    assert arguments(page) == begins
+    write_json(page, given)
+    for text in shows:
+        shown = page.get_by_role("form", name="Arguments").get_by_text(re.compile(re.escape(text)))
+        expect(shown.locator("visible=true")).to_have_count(shows.count(text))
+    assert sent(page) == given
+    for name, value in edits.items():
+        edit(page, name, value)
+    assert sent(page) == sends
 
 
-def test_what_a_field_cannot_show_is_sent_as_it_is_and_said(show: Show) -> None:
-    schema = objects(
-        day={"type": "string", "format": "date"},
-        colour={"enum": ["red", "green"]},
-        flag={"type": "boolean"},
-        sizes={"type": "array", "items": INTEGER},
-        kind={"oneOf": [INTEGER, {"type": "boolean"}]},
-    )
-    given = {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]}
-    page = show(schema, examples=[ModuleExample(title="German", inputs={"day": "31.01.2025"})])
-    page.get_by_label("Fill in an example").select_option("German")
-    expect(page.get_by_label(re.compile("^day"))).to_have_accessible_description(re.compile("31.01.2025"))
-    assert json.loads(sent(page)) == {"day": "31.01.2025"}
-    write_json(page, json.dumps(given))
-    form = page.get_by_role("form", name="Arguments")
-    for value in given.values():
-        expect(form).to_contain_text(json.dumps(value, separators=(",", ":")))
-    assert json.loads(sent(page)) == given
-    page.get_by_label(re.compile("^day")).fill("2025-01-31")
-    expect(form).not_to_contain_text("31.01.2025")
-    assert json.loads(sent(page)) == {**given, "day": "2025-01-31"}
-
-
-def test_what_has_no_title_is_called_by_what_tells_it_from_the_others(show: Show) -> None:
-    branches = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING, bic=STRING), STRING, {"const": 5}]
-    page = show(objects(pay={"oneOf": [*branches, objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]}))
-    kinds = ["card", "object of iban, bic", "string", "5", "object of a, b, c, …", "object"]
-    assert page.get_by_label("Kind of pay").locator("option").all_inner_texts() == kinds
-    expect(page.get_by_text(" or ".join(kinds), exact=True)).to_be_visible()
-    page.get_by_label("Include pay").check()
-    page.get_by_label("Kind of pay").select_option("object of iban, bic")
-    page.get_by_label("iban string").fill("DE02")
-    assert json.loads(sent(page)) == {"pay": {"iban": "DE02"}}
-
-
-def test_what_is_left_out_and_what_the_form_does_not_know_is_shown_as_such(show: Show) -> None:
-    inner = {**objects(a=STRING), "additionalProperties": False}
-    branch = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}}}
-    union = {"oneOf": [{"title": "A", **branch}, {"title": "B", **branch}]}
-    page = show(objects("pick list", pick=union, list={"type": "array", "items": {}}, **{"in": inner}))
-    form = page.get_by_role("form", name="Arguments")
-    assert arguments(page) == {"pick": {"n": 7}, "list": []}
-    write_json(page, '{"other": [2], "in": {"a": "x", "b": 3}}')
-    expect(page.get_by_label("n integer")).to_have_value("")
-    expect(page.get_by_text("Until this is edited it is left out").locator("visible=true")).to_have_count(2)
-    expect(form.get_by_role("textbox", name="other")).to_have_value("[\n  2\n]")
-    form.get_by_label("b any").fill("4")
-    form.get_by_role("button", name="Remove other").click()
-    assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}}
-    page.get_by_label("n integer").fill("1")
-    assert json.loads(sent(page)) == {"in": {"a": "x", "b": 4}, "pick": {"n": 1}}
-
-
-def test_every_entry_of_a_map_is_data_and_every_digit_of_a_number_is_kept(show: Show) -> None:
-    limit = {"type": "integer", "maximum": 2**60 + 1}
-    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}, n=NUMBER, m=NUMBER, limit=limit))
-    expect(page.get_by_text(f"≤ {2**60 + 1}")).to_be_visible()
-    write_json(page, '{"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}}')
-    page.get_by_role("textbox", name="constructor").fill("5")
-    page.get_by_label("n number").fill("1e400")
-    page.get_by_label("m number").fill("0.12345678901234567890")
-    expected = '{"map":{"":1,"__proto__":2,"constructor":5,"toString":4},"n":1e400,"m":0.12345678901234567890}'
-    assert "".join(sent(page).split()) == expected
+def test_a_name_in_a_map_is_there_and_there_once(show: Show) -> None:
+    page = show(objects(map={"type": "object", "additionalProperties": INTEGER}))
+    write_json(page, {"map": {"constructor": 5}})
     page.get_by_role("button", name="Add an entry").click()
     expect(refused(page)).to_contain_text("empty")
     page.get_by_label("Name").last.fill("constructor")
     page.get_by_label("value", exact=False).last.fill("6")
     expect(refused(page)).to_contain_text("constructor")
-
-
-def test_a_tool_that_names_no_arguments_takes_any_or_says_that_it_takes_none(show: Show, url: str) -> None:
-    page = show({**NOTHING, "additionalProperties": False})
-    expect(page.get_by_text("This tool takes no arguments.")).to_be_visible()
-    assert sent(page) == "{}"
-    opened(page, url, "shop.look")
-    expect(page.get_by_text("It can be given some as JSON.")).to_be_visible()
-    write_json(page, '{"a": 55}')
-    assert json.loads(sent(page)) == {"a": 55}
-
-
-def test_what_all_kinds_have_stands_in_each(show: Show) -> None:
-    kinds = [objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)]
-    page = show({"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": kinds}]})
-    page.get_by_label("Kind of arguments").select_option("Cheque")
-    page.get_by_label("x integer").fill("1")
-    page.get_by_label("number string").fill("4")
-    assert json.loads(sent(page)) == {"x": 1, "number": "4"}
-    write_json(page, '{"x": 2, "amount": 3}')
-    expect(page.get_by_label("Kind of arguments").locator("option:checked")).to_have_text("Cash")
-    expect(page.get_by_label("x integer")).to_have_value("2")
-    expect(page.get_by_label("amount")).to_have_value("3")
 
 
 def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) -> None:
@@ -678,7 +678,7 @@ def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> No
     page = show(objects(place=objects(city=carried.pop("city"), plain=STRING), **carried))
     given = {"count": 2**60 + 1, "on": True, "place": {"city": "Köln", "plain": AWKWARD}}
     given |= {"note": "a\nb", "empty": "", "odd": "=?base64?x?="}
-    write_json(page, json.dumps(given))
+    write_json(page, given)
     page.get_by_text("curl", exact=True).click()
     curl = page.get_by_text("curl -sS").inner_text()
     assert "Mcp-Param-On: true" in curl
@@ -798,6 +798,7 @@ def fail(inputs: dict[str, Any], context: Any) -> Any:
 def hostile() -> dict[str, Any]:
     either = [objects("", EVIL, a={"const": EVIL}), INTEGER]
     named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
+    named["size"] = {"type": "integer", "default": EVIL}  # which its field cannot show, and what is said of it can
     properties = {"choice": {"enum": [EVIL, "b"], "default": EVIL}, "__proto__": STRING, "either": {"oneOf": either}}
     drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
     answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
@@ -850,25 +851,24 @@ def test_the_policy_stops_what_the_page_would_let_through(page: Page, url: str) 
 
 # ---- Hostile pages: another origin, and a name that was made to point here ----
 
-ATTACK = (PAGES / "attack.js").read_text()
+
+def attack(page: Page, url: str) -> str:
+    """What a page is told that tries to read and run everything at `url`."""
+    seen: str = page.evaluate((PAGES / "attack.js").read_text(), url)
+    assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
+    return seen
 
 
-def test_neither_a_page_of_another_origin_nor_a_rebound_name_can_run_or_read(show: Show, url: str, many: str) -> None:
-    runs: list[Any] = []
-
-    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        runs.append(inputs)
-        return {}
-
+def test_a_page_of_another_origin_can_run_and_read_nothing(show: Show, url: str, many: str) -> None:
+    runs, touch = counted()
     page = show(NOTHING, touch, description="SECRET")
     page.goto(urljoin(many, "/health"))  # a page without a policy of its own, on another port
-    assert page.evaluate(ATTACK, url).replace("null", "") == ""
+    assert attack(page, url).replace("null", "") == ""
     rebound = f"http://{REBOUND}:{urlsplit(url).port}"
     answer = page.goto(f"{rebound}/explorer/")
     assert answer is not None
     assert answer.status in (403, 421)
-    seen = page.evaluate(ATTACK, rebound)
-    assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
+    attack(page, rebound)
     opened(page, url, "t.one")  # and its own call comes after all of that: nothing is still on its way
     expect(run(page)).to_contain_text("{0}")
     assert runs == [{}]
@@ -879,22 +879,15 @@ ANY_NAME: list[dict[str, Any]] = [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]},
 
 @pytest.mark.parametrize("options", ANY_NAME, ids=str)
 def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Page, options: dict[str, Any]) -> None:
-    runs: list[Any] = []
-
-    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        runs.append(inputs)
-        return {}
-
+    runs, touch = counted()
     registry = registry_of({"t.one": FunctionalModule(touch, input_schema=NOTHING, description="SECRET")})
     with serving(registry, explorer=True, allow_execute=True, **options) as url:
         rebound = f"http://{REBOUND}:{urlsplit(url).port}"
         page.goto(f"{rebound}/health")  # under its own name, so that the browser takes all of the server for its site
         assert page.evaluate("location.origin") == rebound
-        seen = page.evaluate(ATTACK, rebound)
-        assert not [word for word in ("SECRET", "t.one", "Tool Explorer") if word in seen]
+        attack(page, rebound)
         opened(page, url, "t.one")
-        run(page)
-        expect(page.get_by_text("Done")).to_be_visible()
+        expect(run(page)).to_contain_text("{0}")
         assert runs == [{}]
 
 
@@ -922,6 +915,12 @@ def messages(page: Page, *wanted: str) -> list[Any]:
     return got
 
 
+def run_app(page: Page) -> list[Any]:
+    """Presses Run; what the tool's page, which is app.html, has been sent."""
+    sent(page)
+    return messages(page, RESULT)
+
+
 def says(page: Page, **message: Any) -> None:
     """Lets the tool's page, which is app.html, send a message to its host."""
     own_page(page).locator("body").evaluate("(_, message) => send(message)", message)
@@ -931,9 +930,8 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
     given = '{"n": 10.0, "big": 1152921504606846977, "text": "<b>"}'
     page = show(NUMBERED, metadata=overlay(APP), output_schema=NUMBERED, documentation="# How")
     write_json(page, given)
-    expect(run(page)).to_contain_text("n: 10")
+    hello, sent_in, came = run_app(page)
     expect(page.get_by_title("Page of t.one")).to_be_visible()
-    hello, sent_in, came = messages(page, RESULT)
     told = hello["result"]
     assert (told["protocolVersion"], told["hostInfo"]["name"]) == ("2026-01-26", "Tool Explorer")
     context = told["hostContext"]
@@ -952,8 +950,7 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
 
 def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) -> None:
     page = show(NOTHING, metadata=overlay(APP))
-    run(page)
-    messages(page, RESULT)
+    run_app(page)
     refusals = ["ui/open-link", "ui/message", "tools/call", "resources/read", "ui/update-model-context", "toString"]
     for number, method in enumerate(refusals):
         says(page, id=number, method=method, params={"name": "t.one", "url": "http://127.0.0.1:9/"})
@@ -966,12 +963,6 @@ def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) 
     assert [(each["id"], each["error"]["code"]) for each in answers[:-2]] == [(n, -32601) for n in range(6)]
     assert [(each["id"], each["result"]) for each in answers[-2:]] == [("mode", {"mode": "inline"}), ("ping", {})]
     assert len(posted()) == 1, "the one call that was run"
-
-
-def test_a_page_is_as_high_as_it_says_within_bounds(show: Show) -> None:
-    page = show(NOTHING, metadata=overlay(APP))
-    run(page)
-    messages(page, RESULT)
     frame = page.locator("iframe")
     for height, shown in ((200, 200), ("700px", 200), (None, 200), (1e9, 800), (-5, 32), (99.5, 99.5)):
         says(page, method="ui/notifications/size-changed", params={"width": 1e6, "height": height})
@@ -987,11 +978,10 @@ SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => 
 })"""
 
 
-def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show, url: str) -> None:
+def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show) -> None:
     page = show(NOTHING, metadata=overlay(APP))
     page.evaluate(HEARD)
-    run(page)
-    messages(page, RESULT)
+    run_app(page)
     own_page(page).locator("body").evaluate(SLOW_TO_GO)
     page.get_by_role("link", name="shop.look").click()
     page.wait_for_function("() => window.heard === 'teardown'")
@@ -999,8 +989,8 @@ def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show, 
     expect(page.locator("iframe")).to_have_count(0)
     page.go_back()
     assert [each.get("method") for each in messages(page, RESULT)] == [None, METHOD, RESULT], "from the beginning"
-    sent(page)  # which tells a page that never answers, and waits no longer than a moment
-    assert [each.get("method") for each in messages(page, RESULT)] == [None, METHOD, RESULT]
+    # Which tells a page that never answers, and waits no longer than a moment.
+    assert [each.get("method") for each in run_app(page)] == [None, METHOD, RESULT]
 
 
 def test_a_page_that_never_speaks_is_shown_and_sent_nothing(show: Show) -> None:
@@ -1026,13 +1016,6 @@ def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Sh
     expect(page.locator("iframe")).to_have_count(0)
     run(page)
     expect(own_page(page).get_by_text("Second")).to_be_visible()
-
-
-def test_without_execution_no_page_is_shown(page: Page) -> None:
-    with serving(registry_of({"t.one": FunctionalModule(echo, metadata=overlay(APP))}), explorer=True) as url:
-        opened(page, url, "t.one")
-        expect(page.get_by_text("Running tools is switched off here.")).to_be_visible()
-        expect(page.locator("iframe")).to_have_count(0)
 
 
 @pytest.mark.parametrize("begin", ["</script></html>", "<!--", "<plaintext>", "\0"], ids=repr)
@@ -1081,12 +1064,15 @@ class Older:
 Ready = Callable[[Registry], str]
 
 
-@pytest.fixture(params=[[], [Middleware(Older)]], ids=["this browser", "older browsers"])
+Ready = tuple[str, Registry]
+
+
+@pytest.fixture(scope="module", params=[[], [Middleware(Older)]], ids=["this browser", "older browsers"])
 def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
-    """Serves a registry to a browser that knows, or does not know, the header `Connection-Allowlist`."""
-    with contextlib.ExitStack() as stack:
-        options = {"explorer": True, "allow_execute": True, "middleware": request.param}
-        yield lambda registry: stack.enter_context(serving(registry, **options))
+    """A server for a browser that knows, or does not know, the header `Connection-Allowlist`, and its registry."""
+    registry = registry_of()
+    with serving(registry, explorer=True, allow_execute=True, middleware=request.param) as url:
+        yield url, registry
 
 
 def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureRequest) -> None:
@@ -1101,15 +1087,7 @@ def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureReq
 def test_a_page_reaches_nothing_and_nobody(
     page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
 ) -> None:
-    evil, came = somewhere_else
-    runs: list[Any] = []
-
-    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        runs.append(inputs)
-        return {}
-
-    registry = registry_of()
-    url = ready(registry)
+    (url, registry), (evil, came), (runs, touch) = ready, somewhere_else, counted()
     html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
     registry.register("t.one", FunctionalModule(touch, metadata=overlay(html)))
     opened(page, url, "t.one")
@@ -1127,32 +1105,32 @@ def test_a_page_reaches_nothing_and_nobody(
     assert "authorization" not in framed.headers
 
 
-@pytest.mark.parametrize("place", ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.one", "javascript:top.x=1"])
+PLACES = ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.two", "javascript:top.x=1"]
+
+
 def test_a_page_can_send_its_frame_nowhere(
-    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], place: str, request: pytest.FixtureRequest
+    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
 ) -> None:
-    evil, came = somewhere_else
-    registry = registry_of()
-    url = ready(registry)
-    place = place.replace("TARGET", url).replace("EVIL", evil)
-    html = f"<script>addEventListener('click', () => {{ location = {place!r}; }})</script><p>Go"
-    registry.register("t.one", FunctionalModule(echo, metadata=overlay(html)))
-    opened(page, url, "t.one")
+    (url, registry), (evil, came) = ready, somewhere_else
+    places = [place.replace("TARGET", url).replace("EVIL", evil) for place in PLACES]
+    html = "".join(f"<p onclick='location = {json.dumps(place)}'>Go {n}</p>" for n, place in enumerate(places))
+    registry.register("t.two", FunctionalModule(echo, metadata=overlay(html)))
+    opened(page, url, "t.two")
+    for number, place in enumerate(places):
+        run(page)
+        own_page(page).get_by_text(f"Go {number}").click()
+        if "javascript" not in place:
+            expect(own_page(page).get_by_text("Go")).to_have_count(0)
+            expect(own_page(page).get_by_text("Tool Explorer")).to_have_count(0)
     run(page)
-    own_page(page).get_by_text("Go").click()
-    if "javascript" not in place:
-        expect(own_page(page).get_by_text("Go")).to_have_count(0)
-        expect(own_page(page).get_by_text("Tool Explorer")).to_have_count(0)
-    run(page)
-    expect(own_page(page).get_by_text("Go")).to_be_visible()
+    expect(own_page(page).get_by_text("Go 0")).to_be_visible()
     assert page.evaluate("window.x") is None
     check_nothing_came(came, page, request)
 
 
 def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
     page = show(NOTHING, metadata=overlay(APP))
-    run(page)
-    messages(page, RESULT)
+    run_app(page)
     ready = {"jsonrpc": "2.0", "method": "ui/notifications/sandbox-resource-ready", "params": {"html": "<b>Evil</b>"}}
     asks = {"jsonrpc": "2.0", "id": "evil", "method": "ui/initialize", "params": {}}
     place = f"{url}/explorer/tools/t.one/page"
@@ -1207,25 +1185,23 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
         assert "authorization" not in framed.headers
 
 
-def test_the_page_of_the_example_draws_its_structured_content_in_light_and_dark(page: Page) -> None:
+def test_the_page_of_the_example_draws_its_structured_content(page: Page) -> None:
     contrast = (PAGES / "contrast.js").read_text()
     with serving(discover(EXTENSIONS), explorer=True, allow_execute=True) as url:
         page.goto(f"{url}/explorer/#chart.bars")
         page.get_by_label("Fill in an example").select_option("A week with one bad day")
+        chart = own_page(page).get_by_role("img")
         for scheme in ("dark", "light"):
             page.emulate_media(color_scheme=scheme)
             sent(page)
-            chart = own_page(page).get_by_role("img")
             expect(chart).to_have_accessible_name("Bar chart: Mo 12, Tu 18, We 9, Th -4, Fr 22, Sa 30, Su 26")
-            expect(own_page(page).locator(".bar")).to_have_count(7)
-            boxes = [bar.bounding_box() or {} for bar in own_page(page).locator(".bar").all()]
-            heights = [round(box["height"] / boxes[5]["height"] * 30) for box in boxes]
-            assert heights == [12, 18, 9, 4, 22, 30, 26]
-            assert boxes[3]["y"] == pytest.approx(boxes[0]["y"] + boxes[0]["height"], abs=1), "one line is zero"
-            frame = page.locator("iframe").bounding_box() or {}
-            assert frame["y"] < boxes[5]["y"] < boxes[3]["y"] + boxes[3]["height"] < frame["y"] + frame["height"]
             assert chart.evaluate(f"_ => ({contrast})()")[1] == []
-        write_json(page, json.dumps({"values": [0], "labels": [EVIL, "b"]}))
+        boxes = [bar.bounding_box() or {} for bar in own_page(page).locator(".bar").all()]
+        assert [round(box["height"] / boxes[5]["height"] * 30) for box in boxes] == [12, 18, 9, 4, 22, 30, 26]
+        assert boxes[3]["y"] == pytest.approx(boxes[0]["y"] + boxes[0]["height"], abs=1), "one line is zero"
+        frame = page.locator("iframe").bounding_box() or {}
+        assert frame["y"] < boxes[5]["y"] < boxes[3]["y"] + boxes[3]["height"] < frame["y"] + frame["height"]
+        write_json(page, {"values": [0], "labels": [EVIL, "b"]})
         sent(page)
         expect(own_page(page).get_by_text(EVIL)).to_be_visible()
         page.set_viewport_size(PHONE)

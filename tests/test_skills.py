@@ -18,6 +18,7 @@ from mcp_types import PaginatedRequestParams, Request, RequestParams, Result
 from support import messages_logged, run
 
 from apcore_mcp import discover, serve
+from apcore_mcp.__main__ import main
 
 ID = "io.modelcontextprotocol/skills"
 
@@ -26,31 +27,10 @@ def front(name: str, more: str = "description: d") -> str:
     return f"---\nname: {name}\n{more}\n---\nDo it.\n"
 
 
-BROKEN: dict[str, tuple[str | bytes, str]] = {
-    "no-front-matter": ("# Do it\n", "for FrontMatter"),
-    "no-yaml": (front("["), "while parsing"),
-    "no-mapping": ("---\n- name\n---\n", "for FrontMatter"),
-    "no-description": (front("no-description", ""), "description Field required"),
-    "blank-description": (front("blank-description", "description: ' '"), "FrontMatter description"),
-    "long-description": (front("long-description", f"description: {'d' * 1025}"), "FrontMatter description"),
-    "other-name": (front("another-name"), "its name is 'another-name'"),
-    "Large": (front("Large"), "FrontMatter name"),
-    "two--hyphens": (front("two--hyphens"), "FrontMatter name"),
-    "null-license": (front("null-license", "description: d\nlicense:"), "FrontMatter license"),
-    "one-tool": (front("one-tool", "description: d\nallowed-tools: 1"), "allowed-tools"),
-    "not-a-number": (front("not-a-number", "description: d\nmetadata: {v: .nan}"), "expected value"),
-    "utf-16": (front("utf-16").encode("utf-16"), "utf-8"),
-}
-"""The `SKILL.md` of what breaks the rules, by the name of its folder, and a word that the reason has to say."""
-
-
 def write(folder: Path, **files: str | bytes) -> Path:
     """A skill in a folder of its name: `SKILL.md` and the files below it, by their names."""
-    contents: dict[str, str | bytes] = {
-        "SKILL.md": front(folder.name, f"description: Use it for {folder.name}."),
-        **files,
-    }
-    for name, content in contents.items():
+    about = front(folder.name, f"description: Use it for {folder.name}.")
+    for name, content in {"SKILL.md": about, **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
@@ -93,17 +73,12 @@ async def content_of(client: Client, uri: str) -> bytes:
     return base64.b64decode(content.blob) if text is None else text.encode()  # type: ignore[union-attr]
 
 
-async def test_skills_are_listed_and_every_file_is_what_its_digest_says(tmp_path: Path, mode: str) -> None:
+async def test_every_file_of_a_skill_is_what_its_digest_says(tmp_path: Path, mode: str) -> None:
     """Bytes stay: line ends, a mark at the beginning, other encodings. In both eras the files are resources."""
     text = front("on-windows", "description: d\nmetadata: {version: 1.0, day: 2026-03-02}")
     windows = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
-    files = {
-        "a b/n\u00e9w #1?.md": "x",
-        "latin.txt": b"caf\xe9",
-        "p.png": b"\x89PNG\r\n",
-        "e": "",
-    }
-    write(tmp_path / "first", **files)
+    types = {"a b/n\u00e9w #1?.md": "text/markdown", "latin.txt": "text/plain", "p.png": "image/png"}
+    write(tmp_path / "first", **dict.fromkeys(types, b"caf\xe9"), e="")
     write(tmp_path / "on-windows", **{"SKILL.md": windows, ".env": "S3CR3T", "__pycache__/a.pyc": b"\xff"})
     (tmp_path / "README.md").write_text("no skill")
     chosen = "auto" if mode == MODERN else mode  # which asks the server what it can do
@@ -128,75 +103,76 @@ async def test_skills_are_listed_and_every_file_is_what_its_digest_says(tmp_path
                 assert file["digest"] == f"sha256:{hashlib.sha256(content).hexdigest()}"
             assert {file["uri"] for file in manifest} == resources.keys()
         assert await content_of(client, "skill://on-windows/SKILL.md") == windows
-        assert await content_of(client, "skill://first/a%20b/n%C3%A9w%20%231%3F.md") == b"x"
+        assert await content_of(client, "skill://first/a%20b/n%C3%A9w%20%231%3F.md") == b"caf\xe9"
         with pytest.raises(MCPError) as missing:
             await client.read_resource("skill://on-windows/.env")
     assert missing.value.error.code == (-32602 if mode == MODERN else -32002)
     first = resources["skill://first/SKILL.md"]
     assert (first.name, first.description, first.mime_type) == ("first", "Use it for first.", "text/markdown")
-    types = {resource.name: resource.mime_type for resource in resources.values()}
-    assert [types[name] for name in ("latin.txt", "p.png", "e")] == [
-        "text/plain",
-        "image/png",
-        "application/octet-stream",
-    ]
+    types |= {"e": "application/octet-stream"}
+    assert types.items() <= {resource.name: resource.mime_type for resource in resources.values()}.items()
 
 
-def too_many(folder: Path) -> None:
-    write(folder, **{f"f{number}": "" for number in range(512)})
-
-
-def too_large(folder: Path) -> None:
-    write(folder)
-    with (folder / "large").open("wb") as file:
-        file.truncate(16 * 2**20)
-
-
-def file_elsewhere(folder: Path) -> None:
-    write(folder)
-    (folder / "passwd").symlink_to(__file__)
-
-
-def folder_elsewhere(folder: Path) -> None:
-    write(folder)
-    (folder / "references").symlink_to(ROOT, target_is_directory=True)
-
-
-def linked(folder: Path) -> None:
-    folder.symlink_to(write(folder.parent.parent / "elsewhere" / folder.name), target_is_directory=True)
-
-
-def without_skill_md(folder: Path) -> None:
-    write(folder, other="x")
-    (folder / "SKILL.md").unlink()
-
-
-ODD = {
-    "too-many": (too_many, "more than 512 files"),
-    "too-large": (too_large, "16 MiB"),
-    "file-elsewhere": (file_elsewhere, "is a link"),
-    "folder-elsewhere": (folder_elsewhere, "is a link"),
-    "linked": (linked, "is a link"),
-    "without": (without_skill_md, "No such file"),
+BROKEN: dict[str, tuple[str | bytes, str]] = {
+    "no-front-matter": ("# Do it\n", "for FrontMatter"),
+    "no-yaml": (front("["), "while parsing"),
+    "no-mapping": ("---\n- name\n---\n", "for FrontMatter"),
+    "no-description": (front("no-description", ""), "description Field required"),
+    "blank-description": (front("blank-description", "description: ' '"), "FrontMatter description"),
+    "long-description": (front("long-description", f"description: {'d' * 1025}"), "FrontMatter description"),
+    "other-name": (front("another-name"), "its name is 'another-name'"),
+    "Large": (front("Large"), "FrontMatter name"),
+    "two--hyphens": (front("two--hyphens"), "FrontMatter name"),
+    "null-license": (front("null-license", "description: d\nlicense:"), "FrontMatter license"),
+    "one-tool": (front("one-tool", "description: d\nallowed-tools: 1"), "allowed-tools"),
+    "not-a-number": (front("not-a-number", "description: d\nmetadata: {v: .nan}"), "expected value"),
+    "utf-16": (front("utf-16").encode("utf-16"), "utf-8"),
 }
+"""The `SKILL.md` of what breaks the rules, by the name of its folder, and a word that the reason has to say."""
+ODD = {
+    "too-many": "more than 512 files",
+    "too-large": "16 MiB",
+    "file-elsewhere": "is a link",
+    "folder-elsewhere": "is a link",
+    "folder-beside": "to a folder",
+    "linked": "is a link",
+    "without": "No such file",
+}
+"""Folders with a good `SKILL.md`, or none."""
 
 
-def test_a_broken_skill_is_left_out_by_name_and_the_check_fails(tmp_path: Path) -> None:
+def write_odd(skills: Path) -> None:
+    for name in ODD.keys() - {"linked"}:
+        write(skills / name)
+    for number in range(512):
+        (skills / "too-many" / f"f{number}").touch()
+    with (skills / "too-large" / "large").open("wb") as file:
+        file.truncate(16 * 2**20)
+    (skills / "file-elsewhere" / "passwd").symlink_to(__file__)
+    (skills / "folder-elsewhere" / "references").symlink_to(ROOT, target_is_directory=True)
+    (skills / "folder-beside" / "references").symlink_to(skills / "good", target_is_directory=True)
+    (skills / "linked").symlink_to(write(skills.parent / "elsewhere" / "linked"), target_is_directory=True)
+    (skills / "without" / "SKILL.md").unlink()
+    (skills / "without" / "other").touch()
+
+
+def test_a_broken_skill_is_left_out_by_name_and_the_check_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     skills = tmp_path / "skills"
     write(skills / "good")
     for name, (text, _) in BROKEN.items():
         write(skills / name, **{"SKILL.md": text})
-    for name, (make, _) in ODD.items():
-        make(skills / name)
-    ended = run(*command("--check", "--skills", str(skills))[3:])
-    assert ended.returncode == 1
-    assert [line for line in ended.stdout.splitlines() if "://" in line] == ["skill://good/SKILL.md"]
-    words = {**{name: word for name, (_, word) in BROKEN.items()}, **{name: word for name, (_, word) in ODD.items()}}
-    assert f"18 tools would be served, {len(words)} left out" in ended.stdout
+    write_odd(skills)
+    assert main(command("--check", "--skills", str(skills))[3:]) == 1
+    told = "".join(capfd.readouterr())
+    words = {**{name: word for name, (_, word) in BROKEN.items()}, **ODD}
+    assert f"18 tools would be served, {len(words)} left out" in told
+    assert [line for line in told.splitlines() if "://" in line] == ["skill://good/SKILL.md"]
     for name, word in words.items():
-        (line,) = [line for line in ended.stderr.splitlines() if f"skill {skills / name} is left out: " in line]
+        (line,) = [line for line in messages_logged(caplog) if f"skill {skills / name} is left out: " in line]
         assert word in line, name
-    assert run(*command("--check", "--skills", str(ROOT / "examples" / "skills"))[3:]).returncode == 0
+    assert main(command("--check", "--skills", str(ROOT / "examples" / "skills"))[3:]) == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -228,9 +204,6 @@ def test_a_folder_without_skills_is_an_error_at_the_start(tmp_path: Path) -> Non
     for folder in (tmp_path / "missing", write(tmp_path / "itself")):
         with pytest.raises(ValueError, match="skills must be a directory of folders"):
             serve(registry_of(), skills=str(folder))
-    ended = run(*command(f"--skills={tmp_path / 'missing'}")[3:])
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "Error: skills must be a directory" in ended.stderr
 
 
 async def test_no_skill_is_served_at_another_uri(tmp_path: Path) -> None:
@@ -242,7 +215,7 @@ async def test_no_skill_is_served_at_another_uri(tmp_path: Path) -> None:
             assert refused.value.error.code == -32602
 
 
-async def test_a_client_is_told_to_start_the_server_with_the_folder_that_was_meant(tmp_path: Path) -> None:
+async def test_an_exported_entry_has_the_folder_that_was_meant(tmp_path: Path) -> None:
     write(tmp_path / "skills" / "first")
     given = [*command()[3:], "--skills", "skills"]
     ended = run(*given, "--export", "client", cwd=tmp_path)

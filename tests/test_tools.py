@@ -68,7 +68,6 @@ ADVICE |= {"x-common-mistakes": "Sizes in inches.", "x-workflow-hints": "Then im
 PLAIN = "Makes it smaller."
 SAID: list[tuple[dict[str, Any], list[str]]] = [
     ({"display": {"mcp": {"description": ""}, "cli": OVERLAY}}, [PLAIN]),
-    ({"display": {"cli": OVERLAY}}, [PLAIN]),
     ({"display": {"mcp": "Resizer"}}, [PLAIN]),
     ({"x-deprecation": {}}, [PLAIN]),
     (
@@ -85,18 +84,6 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
     ),
 ]  # fmt: skip
 """A module's metadata, and the paragraphs that agents are told."""
-
-
-async def test_what_authors_and_operators_wrote_for_agents_reaches_them() -> None:
-    """In MCP's and OpenAI's descriptions alike, a paragraph each."""
-    registry = registry_of({
-        f"image.m{number:02}": FunctionalModule(echo, description=PLAIN, metadata=metadata)
-        for number, (metadata, _) in enumerate(SAID)
-    })  # fmt: skip
-    expected = ["\n\n".join(said) for _, said in SAID]
-    async with connect(registry) as client:
-        assert [tool.description for tool in (await client.list_tools()).tools] == expected
-    assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
 
 
 def summary() -> None:
@@ -136,23 +123,25 @@ DESCRIBED: list[tuple[Any, dict[str, Any], str]] = [
     (nothing, {}, "Module nothing"),
     (summary, {"description": "Own."}, "Own."),
     (summary, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
+    (one_line, {"display": {"mcp": {"guidance": "Ask first."}}}, "Move an order.\n\nGuidance: Ask first."),
 ]
-"""A function, what `@module` was given, and how the tool is described."""
+"""A function, what `@module` was given, and how the tool is described. apcore takes its docstring's first line."""
 
 
-async def test_a_function_is_described_by_the_first_paragraph_of_its_docstring() -> None:
-    """apcore takes its first physical line, which may end in the middle of a sentence."""
-    registry = registry_of({
-        f"t.m{number}": FunctionModule(function, f"t.m{number}", **options)
-        for number, (function, options, _) in enumerate(DESCRIBED)
-    })  # fmt: skip
-    expected = [description for _, _, description in DESCRIBED]
+async def test_what_agents_are_told_of_a_module() -> None:
+    """By MCP and OpenAI alike."""
+    modules: list[tuple[Any, str]] = [
+        (FunctionalModule(echo, description=PLAIN, metadata=metadata), "\n\n".join(said)) for metadata, said in SAID
+    ]
+    modules += [(FunctionModule(function, "t.m", **options), told) for function, options, told in DESCRIBED]
+    registry = registry_of({f"t.m{number:02}": module for number, (module, _) in enumerate(modules)})
+    expected = [told for _, told in modules]
     async with connect(registry) as client:
         assert [tool.description for tool in (await client.list_tools()).tools] == expected
     assert [function["function"]["description"] for function in to_openai_tools(registry)] == expected
 
 
-@pytest.mark.parametrize("tags", [["a", "b"], ("b", "a", "b"), {"b"}, [], None], ids=str)
+@pytest.mark.parametrize("tags", [["a", "b"], ("b", "a", "b"), {"b"}, None], ids=str)
 async def test_the_tags_that_are_listed_are_those_that_choose_modules(tags: Any) -> None:
     """apcore's definition has the tags of `_meta.yaml`, or of a list; its registry looks at the module's as well."""
     registry = Registry()
@@ -160,29 +149,7 @@ async def test_the_tags_that_are_listed_are_those_that_choose_modules(tags: Any)
     expected = {"c", *(tags or ())}
     async with connect(registry, tags=[*expected]) as client:
         (tool,) = (await client.list_tools()).tools
-    assert tool.meta is not None
-    listed_tags = tool.meta["apcore/tags"]
-    assert len(listed_tags) == len(expected)
-    assert {*listed_tags} == expected
-
-
-@pytest.mark.parametrize("tags", [[["a"]], [{"a": 1}, "public"], ["public", 1], "public"], ids=str)
-@pytest.mark.parametrize("options", [{}, {"tags": ["public"]}], ids=["all", "public"])
-async def test_tags_that_are_no_list_of_texts_leave_out_their_module_by_name(
-    tags: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    good = FunctionalModule(echo, tags=["public"])
-    async with connect({"t.odd": FunctionalModule(echo, tags=tags), "t.good": good}, **options) as client:
-        assert await listed(client) == ["t.good"]
-    (warning,) = messages_logged(caplog)
-    assert warning.startswith("Module t.odd is left out: ValueError: its tags are no list of texts")
-
-
-@pytest.mark.requirement("FR-SERVER-011")
-async def test_there_is_one_tool_for_each_module() -> None:
-    names = [f"demo.m{number:03}" for number in range(100)]
-    async with connect(dict.fromkeys(names, echo)) as client:
-        assert await listed(client) == names
+    assert sorted((tool.meta or {})["apcore/tags"]) == sorted(expected)
 
 
 class Shaky(Registry):
@@ -196,17 +163,40 @@ class Shaky(Registry):
         return super().get_definition(module_id, version_hint)
 
 
-async def test_a_module_that_cannot_be_read_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+LEFT_OUT = {
+    "demo.bad": "cannot be read",
+    "demo.gone": "ValueError: the registry has no definition of it",
+    "demo.loop": "Missing",
+    "demo.nested_tags": "ValueError: its tags are no list of texts",
+    "demo.other_tags": "ValueError: its tags are no list of texts",
+    "demo.text_tags": "ValueError: its tags are no list of texts",
+}
+
+
+@pytest.mark.requirement("FR-SERVER-011")
+@pytest.mark.parametrize("tags", [None, ["public"]], ids=["all", "public"])
+async def test_a_module_that_cannot_be_read_is_left_out_by_name(tags: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """When it was there before the server, and when it comes later."""
     registry = Shaky()
-    for name in ("demo.a", "demo.bad", "demo.gone", "demo.z"):
-        registry.register(name, FunctionalModule(echo))
-    registry.register("demo.loop", FunctionalModule(echo, input_schema=one({"$ref": "#/$defs/Missing"})))
-    async with connect(registry) as client:
+    registry.register("demo.a", FunctionalModule(echo, tags=["public"]))
+    odd = {
+        **dict.fromkeys(("demo.bad", "demo.gone"), FunctionalModule(echo, tags=["public"])),
+        "demo.loop": FunctionalModule(echo, tags=["public"], input_schema=one({"$ref": "#/$defs/Missing"})),
+        "demo.nested_tags": FunctionalModule(echo, tags=[["a"]]),
+    }
+    for name, module in odd.items():
+        registry.register(name, module)
+    async with connect(registry, tags=tags) as client:
+        assert await listed(client) == ["demo.a"]
+        registry.register("demo.other_tags", FunctionalModule(echo, tags=[{"a": 1}, "public"]))
+        registry.register("demo.text_tags", FunctionalModule(echo, tags="public"))
+        registry.register("demo.z", FunctionalModule(echo, tags=["public"]))
         assert await listed(client) == ["demo.a", "demo.z"]
         assert parsed(success_text(await client.call_tool("demo.z", {"a": 1}))) == {"a": 1}
     warned = messages_logged(caplog)
-    for name in ("demo.bad", "demo.gone", "demo.loop"):
-        assert len([message for message in warned if name in message]) == 1
+    for name, word in LEFT_OUT.items():
+        (text,) = [text for text in warned if text.startswith(f"Module {name} is left out: ")]
+        assert word in text
 
 
 # ---- Tool names ----
@@ -220,7 +210,6 @@ OTHER = {"client_info": Implementation(name="someone-else", version="1")}
 
 
 async def test_clients_that_lose_all_tools_by_a_dot_are_sent_none() -> None:
-    """In the handshake era as well: see `test_names_are_spelled_as_the_client_can_take_them`."""
     clients = {
         "image-resize": ["claude-ai", "claude-ai (via mcp-remote 0.1.38)", "github-copilot-developer",
                          "JetBrains-IU-copilot-intellij"],
@@ -245,7 +234,7 @@ def called(**aliases: Any) -> dict[str, Any]:
 
 async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says_nothing() -> None:
     """`display:` of a `*.binding.yaml`, which apcore's loader keeps beside the metadata, and of `@module`."""
-    display = {"mcp": {"alias": "shrink", "guidance": "Ask first."}}
+    display = {"mcp": {"alias": "shrink"}}
     other = {"display": {"mcp": {"alias": "other"}}}
 
     def work() -> dict[str, Any]:
@@ -256,22 +245,7 @@ async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says
         "image.store": FunctionModule(work, "image.store", "Keeps it.", display=display, metadata=other),
     }
     async with connect(modules) as client:
-        told = {tool.name: tool.description for tool in (await client.list_tools()).tools}
-    assert told == {"shrink": "Makes it smaller.\n\nGuidance: Ask first.", "other": "Keeps it."}
-
-
-async def test_a_function_with_dict_schemas_is_a_tool() -> None:
-    def count(**words: Any) -> dict:  # type: ignore[type-arg]
-        """Count."""
-        return words
-
-    schema: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    function = FunctionModule(count, "text.count", input_schema=schema, output_schema=dict(schema))
-    async with connect({"text.count": function}) as client:
-        (tool,) = (await client.list_tools()).tools
-        result = await client.call_tool("text.count", {"a": 1, "b": 2})
-    assert (tool.input_schema, tool.output_schema) == (schema, schema)
-    assert parsed(success_text(result)) == {"a": 1, "b": 2}
+        assert await listed(client) == ["shrink", "other"]
 
 
 async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood() -> None:
@@ -313,20 +287,21 @@ async def test_an_alias_that_is_not_its_own_is_not_used(
     assert [module_id for module_id in modules for text in warned if f"module {module_id} " in text] == refused
 
 
-async def test_an_alias_is_given_up_and_taken_back_as_other_modules_come_and_go(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    registry = registry_of(called(a__b="x"))
+async def test_an_alias_is_given_up_and_taken_back_as_modules_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+    """Two want it: it is the first one's by id."""
+    registry = registry_of(called(b__late="x", a__first="x"))
     async with connect(registry) as client:
+        assert await listed(client) == ["x", "b.late"]
+        registry.unregister("a.first")
         assert await listed(client) == ["x"]
         registry.register("x", FunctionalModule(echo))
-        assert await listed(client) == ["a.b", "x"]
+        assert await listed(client) == ["b.late", "x"]
         assert "i_am" not in parsed(success_text(await client.call_tool("x", {})))
-        registry.register("other", FunctionalModule(echo))
-        assert await listed(client) == ["a.b", "other", "x"]
-        assert len([text for text in messages_logged(caplog) if "a.b" in text]) == 1
+        registry.register("zoom", FunctionalModule(echo))  # of which nothing is said again
+        assert await listed(client) == ["b.late", "x", "zoom"]
         registry.unregister("x")
-        assert await listed(client) == ["x", "other"]
+        assert await listed(client) == ["x", "zoom"]
+    assert caplog.text.count("The alias of module b.late is not used: x is") == 2
 
 
 @pytest.mark.parametrize(
@@ -347,21 +322,17 @@ async def test_names_are_spelled_as_the_client_can_take_them(
             assert parsed(success_text(await connected.call_tool(name, {}))) == {"i_am": module_id}
 
 
-async def test_an_authors_meta_is_the_tools_but_for_names_of_others(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_authors_meta_is_the_tools_but_for_names_of_others() -> None:
     own = {"anthropic/maxResultSizeChars": 200_000, "com.example.mcp/x": {"a": [1, None]}, "plain": "\u00fc"}
     meta = {**own, "apcore/version": "mine"}
-    modules = {
-        "t.own": FunctionalModule(echo, metadata={"display": {"mcp": {"meta": meta}}}),
-        "t.none": FunctionalModule(echo),
-    }
-    async with connect(modules, mode=mode) as client:
-        tools = {tool.name: tool.meta or {} for tool in (await client.list_tools()).tools}
-    assert tools["t.own"] == {**tools["t.none"], **own}
+    async with connect({"t.own": FunctionalModule(echo, metadata={"display": {"mcp": {"meta": meta}}})}) as client:
+        (tool,) = (await client.list_tools()).tools
+    assert tool.meta is not None
+    assert tool.meta.items() >= own.items()
+    assert tool.meta["apcore/version"] != "mine"
 
 
-async def test_icons_of_the_overlay_are_the_tools(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_icons_of_the_overlay_are_the_tools(caplog: pytest.LogCaptureFixture) -> None:
     """Others than MCP has would cost a client the whole list."""
     icon = {"src": "https://example.com/bell.svg", "mimeType": "image/svg+xml", "sizes": ["any"], "theme": "dark"}
     shown = {"good": [icon], "text": "bell.svg", "number": [{"src": 7}]}
@@ -369,7 +340,7 @@ async def test_icons_of_the_overlay_are_the_tools(mode: str, caplog: pytest.LogC
         f"t.{name}": FunctionalModule(echo, metadata={"display": {"mcp": {"icons": icons}}})
         for name, icons in shown.items()
     }
-    async with connect(modules, mode=mode) as client:
+    async with connect(modules) as client:
         (tool,) = (await client.list_tools()).tools
     assert tool.icons is not None
     assert [each.model_dump(by_alias=True) for each in tool.icons] == [icon]
@@ -379,11 +350,10 @@ async def test_icons_of_the_overlay_are_the_tools(mode: str, caplog: pytest.LogC
 
 async def test_without_structured_content_there_is_the_text_alone(mode: str) -> None:
     """As a client that shows its model both pays twice. It is so of a search, too."""
-    for search in (False, True):
-        async with connect({"t.echo": echo}, mode=mode, structured=False, search=search) as client:
-            assert [tool.output_schema for tool in (await client.list_tools()).tools] == [None] * (search + 1)
-            results = [await client.call_tool("t.echo", {"a": 1})]
-            if search:
-                results.append(await client.call_tool("search_tools", {"query": "echo"}))
-            assert [result.structured_content for result in results] == [None] * len(results)
-            assert [bool(success_text(result)) for result in results] == [True] * len(results)
+    async with connect({"t.echo": echo}, mode=mode, structured=False, search=True) as client:
+        assert [tool.output_schema for tool in (await client.list_tools()).tools] == [None, None]
+        for name, arguments in (("t.echo", {"a": 1}), ("search_tools", {"query": "echo"})):
+            result = await client.call_tool(name, arguments)
+            assert (bool(success_text(result)), result.structured_content) == (True, None)
+    async with connect({"t.echo": echo}, mode=mode, structured=False) as client:
+        assert [tool.output_schema for tool in (await client.list_tools()).tools] == [None]

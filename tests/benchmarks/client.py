@@ -64,12 +64,9 @@ class Side:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
-        flags = {"count": server.count, "names": server.names, "port": self._port}
         script = str(Path(__file__).with_name("server.py"))
-        self._arguments = [sys.executable, script, server.side]
-        self._arguments += [f"--{flag}={value}" for flag, value in flags.items()]
-        if server.models:
-            self._arguments.append("--models")
+        self._arguments = [sys.executable, script, server.side, f"--count={server.count}", f"--names={server.names}"]
+        self._arguments += [f"--port={self._port}", *(["--models"] if server.models else [])]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         options: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         options["env"] = {**os.environ, "PYTHONPATH": str(server.tree or ROOT)}
@@ -94,39 +91,31 @@ class Side:
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a tool once, for what it returns."""
-        self.ready()
-        answer = self._exchange([self._tool_call(name, arguments)])[0]
+        (answer,) = self._exchange(self._tool_calls(name, arguments, 1))
         return dict(json.loads(json.loads(answer)["result"]["content"][0]["text"]))
 
     def latency(self, name: str, arguments: dict[str, Any], count: int) -> float:
         """What one of `count` calls takes, each made when the one before is answered."""
-        self.ready()
-        lines = [self._tool_call(name, arguments) for _ in range(count)]
-        begin = time.perf_counter()
-        return self._checked(begin, [self._exchange([line])[0] for line in lines], count)
+        return self._timed([[call] for call in self._tool_calls(name, arguments, count)])
 
     def throughput(self, name: str, arguments: dict[str, Any], count: int) -> float:
         """What one of `count` calls takes that are all written at once."""
-        self.ready()
-        lines = [self._tool_call(name, arguments) for _ in range(count)]
-        begin = time.perf_counter()
-        return self._checked(begin, self._exchange(lines), count)
+        return self._timed([self._tool_calls(name, arguments, count)])
 
     def listing(self, count: int) -> float:
         """What one of `count` times `tools/list` takes."""
         self.ready()
-        lines = [self._message("tools/list") for _ in range(count)]
+        return self._timed([[self._message("tools/list")] for _ in range(count)])
+
+    def _timed(self, batches: list[list[bytes]]) -> float:
+        """What one of these messages takes; each batch is written when the one before is answered."""
         begin = time.perf_counter()
-        for line in lines:
-            answer = self._exchange([line])[0]
-        seconds = time.perf_counter() - begin
-        assert b'"inputSchema"' in answer, answer[:1000]
-        return seconds / count
+        answers = [self._exchange(batch) for batch in batches]
+        return self._checked(begin, [answer for batch in answers for answer in batch])
 
     def load(self, name: str, arguments: dict[str, Any], count: int, clients: int) -> float:
         """What one of `count` calls over HTTP takes that `clients` make at the same time."""
-        self.ready()
-        return asyncio.run(self._load(name, [self._tool_call(name, arguments) for _ in range(count)], clients))
+        return asyncio.run(self._load(name, self._tool_calls(name, arguments, count), clients))
 
     async def _load(self, name: str, bodies: list[bytes], clients: int) -> float:
         streams = [await asyncio.open_connection("127.0.0.1", self._port) for _ in range(clients)]
@@ -144,16 +133,17 @@ class Side:
 
         begin = time.perf_counter()
         await asyncio.gather(*(work(*stream, bodies[i::clients]) for i, stream in enumerate(streams)))
-        seconds = self._checked(begin, answers, len(bodies))
+        seconds = self._checked(begin, answers)
         for _, writer in streams:
             writer.close()
         return seconds
 
-    def _checked(self, begin: float, answers: list[bytes], count: int) -> float:
-        seconds = time.perf_counter() - begin
+    def _checked(self, begin: float, answers: list[bytes]) -> float:
+        seconds, count = time.perf_counter() - begin, len(answers)
         decoded = [json.loads(answer) for answer in answers]
         for answer in decoded:
-            if answer.get("result", {"isError": True}).get("isError"):
+            result = answer.get("result", {"isError": True})
+            if result.get("isError") or not (result.get("content") or result.get("tools")):
                 raise RuntimeError(f"Not answered: {answer}")
         assert {answer["id"] for answer in decoded} == {*range(self._next_id - count + 1, self._next_id + 1)}
         return seconds / count
@@ -191,8 +181,9 @@ class Side:
         message = {"jsonrpc": "2.0", "id": self._next_id, "method": method, "params": params}
         return json.dumps(message).encode() + b"\n"
 
-    def _tool_call(self, name: str, arguments: dict[str, Any]) -> bytes:
-        return self._message("tools/call", {"name": name, "arguments": arguments})
+    def _tool_calls(self, name: str, arguments: dict[str, Any], count: int) -> list[bytes]:
+        self.ready()
+        return [self._message("tools/call", {"name": name, "arguments": arguments}) for _ in range(count)]
 
     def _write(self, data: bytes) -> None:
         try:

@@ -17,8 +17,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from .programs import (
     reason,
     run,
     serving,
-    show,
+    show_rows,
     version_in,
 )
 
@@ -119,10 +121,7 @@ def checks(client: Client, *target: str, names: list[str] = CHECKS, **environmen
 
 def row(client: Client) -> list[str]:
     """The client's line: each check is made over stdio, and over HTTP by two clients at the same time."""
-    try:
-        name = f"{client.name} ({install(client)})"
-    except (OSError, subprocess.SubprocessError) as error:
-        return [client.name, f"not installed: {reason(error)}", *[""] * len(CHECKS)]
+    name = f"{client.name} ({install(client)})"
     options, tools = ["--tool-names", "portable"] if client.agent else [], str(examples())
     found = {"stdio": checks(client, *SERVER, *options, TOOLS=tools)}
     with serving([*SERVER, *options, *HTTP]) as url, ThreadPoolExecutor(2) as two:
@@ -135,6 +134,9 @@ def row(client: Client) -> list[str]:
     with serving([sys.executable, "-m", "tests.interop.hostile", "{port}"]) as url:
         told = checks(client, url, names=[HOSTILE], EVERY_TOOL=json.dumps(hostile.calls()))
     return [name, *cells, told[HOSTILE]]
+
+
+SUITE_HEADINGS = ["suite", "protocol", "checks that pass", "about what is not offered", "failed"]
 
 
 def conformance(spec_version: str) -> list[str]:
@@ -172,21 +174,18 @@ def main() -> None:
     ours = f"apcore-mcp {apcore_mcp.__version__}, mcp {version('mcp')}, apcore {version('apcore')}"
     print(f"{datetime.date.today()}, {ours}\n")
 
-    def chosen(name: str) -> bool:
-        return bool(re.search(arguments.only, name, re.IGNORECASE))
-
-    show(["client", *CHECKS, HOSTILE], [row(client) for client in CLIENTS if chosen(client.name)])
-    show(agents.HEADINGS, [agents.row(agent) for agent in agents.AGENTS if chosen(agent.name)])
-    show(adapters.HEADINGS, [adapters.row(adapter) for adapter in adapters.ADAPTERS if chosen(adapter.package)])
-    show(logins.HEADINGS, [logins.row(name) for name in logins.ROWS if chosen(f"login {name}")])
-    show(tasks.HEADINGS, [tasks.row(name) for name in tasks.ROWS if chosen(name)])
-    show(pages.HEADINGS, [pages.row(name) for name in pages.ROWS if chosen(name)])
-    if chosen("conformance suite"):
-        try:
-            ran = [conformance(spec_version) for spec_version in ("2025-11-25", "2026-07-28", *SCENARIOS)]
-        except (OSError, subprocess.SubprocessError) as error:
-            sys.exit(f"The conformance suite does not run: {reason(error)}")
-        show(["suite", "protocol", "checks that pass", "about what is not offered", "failed"], ran)
+    suites = ("2025-11-25", "2026-07-28", *SCENARIOS)
+    tables: list[tuple[list[str], dict[str, Callable[[], list[str]]]]] = [
+        (["client", *CHECKS, HOSTILE], {client.name: partial(row, client) for client in CLIENTS}),
+        (agents.HEADINGS, {agent.name: partial(agents.row, agent) for agent in agents.AGENTS}),
+        (adapters.HEADINGS, {each.package: partial(adapters.row, each) for each in adapters.ADAPTERS}),
+        (logins.HEADINGS, {f"login {name}": partial(logins.row, name) for name in logins.ROWS}),
+        (tasks.HEADINGS, {**tasks.ROWS}),
+        (pages.HEADINGS, {name: partial(pages.row, name) for name in pages.ROWS}),
+        (SUITE_HEADINGS, {f"conformance suite, {version}": partial(conformance, version) for version in suites}),
+    ]
+    for headings, rows in tables:
+        show_rows(headings, {name: rows[name] for name in rows if re.search(arguments.only, name, re.IGNORECASE)})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from mcp import StdioServerParameters
 from mcp.client import Client
 from mcp.client.stdio import stdio_client
 
-from .programs import HERE, ROOT, pip_install, python_of, reason, run, serving, version_in
+from .programs import HERE, ROOT, pip_install, python_of, reason, run, serving, version_in, yes
 
 APPS = HERE / "apps"
 CHECKS = ["list", "path parameter", "query model, enum", "nested models", "wrong input"]
@@ -128,12 +128,12 @@ async def check(adapter: Adapter, target: Any, era: str) -> dict[str, str]:
     }
     async with asyncio.timeout(SECONDS), Client(target, mode=era) as client:
         names = {tool.name for tool in (await client.list_tools()).tools}
-        found = {"list": "yes" if names == {adapter.get, adapter.find, adapter.place} else str(sorted(names))}
+        found = {"list": yes(names == {adapter.get, adapter.find, adapter.place}, sorted(names))}
         for name, (tool, arguments, expected) in calls.items():
             result = await client.call_tool(tool, arguments)
-            found[name] = "yes" if result.structured_content == expected else str(result.content)[:200]
+            found[name] = yes(result.structured_content == expected, result.content)
         text = str((await client.call_tool(adapter.get, {"item_id": "first"})).content)
-        found["wrong input"] = "yes" if "- item_id: " in text else text[:200]
+        found["wrong input"] = yes("- item_id: " in text, text)
     return found
 
 
@@ -176,16 +176,13 @@ def secret(adapter: Adapter, python: Path, folder: str) -> str:
 
 def row(adapter: Adapter) -> list[str]:
     """The adapter's line."""
-    try:
-        python, name = install(adapter)
-        with tempfile.TemporaryDirectory() as folder:
-            for command in adapter.before:
-                program, environment = started(command, python, folder)
-                run(program, cwd=APPS, environment=environment).check_returncode()
-            found = {way: checks(adapter, command, python, folder) for way, command in adapter.ways.items()}
-            refused = secret(adapter, python, folder)
-    except (OSError, subprocess.SubprocessError) as error:
-        return [adapter.package, f"not run: {reason(error)}", *[""] * len(CHECKS), ""]
+    python, name = install(adapter)
+    with tempfile.TemporaryDirectory() as folder:
+        for command in adapter.before:
+            program, environment = started(command, python, folder)
+            run(program, cwd=APPS, environment=environment).check_returncode()
+        found = {way: checks(adapter, command, python, folder) for way, command in adapter.ways.items()}
+        refused = secret(adapter, python, folder)
     wrong = {name: [f"{way}: {told[name]}" for way, told in found.items() if told[name] != "yes"] for name in CHECKS}
     return [name, ", ".join(adapter.ways), *("; ".join(cell) or "yes" for cell in wrong.values()), refused]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .model import Call, Model, scripted
-from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason, run, serving
+from .programs import HTTP, NODE, NODE_PATH, ROOT, SERVER, install_node, reason, run, serving, yes
 
 HEADINGS = ["agent", "offered as", "call", "error text", "picture", "question", "approval", "documentation", "search"]
 NAME = "apcore-mcp"  # of the server, as `--export client` has it: agents put it before the names of tools
@@ -135,12 +134,12 @@ def _told(agent: Agent, url: str | None) -> list[str]:
     everything = conversation.everything
     return [
         f"`{offered[0]}`",
-        _yes("workdays" in call and "8" in call, call),
-        _yes("cannot convert length to mass" in error, error),
-        _yes("iVBOR" in everything, f"none, but {picture}"),
+        yes("workdays" in call and "8" in call, call),
+        yes("cannot convert length to mass" in error, error),
+        yes("iVBOR" in everything, f"none, but {picture}"),
         "not asked" if "not booked" in question else question,
         "refused" if "Approval was denied" in approval else "let run" if "freed_bytes" in approval else approval,
-        _yes("annuity" in document, document),
+        yes("annuity" in document, document),
     ]
 
 
@@ -172,22 +171,15 @@ def _searched(agent: Agent) -> str:
     found, called = conversation.results
     others = [name for name in conversation.tools if name.endswith(tuple(THINGS))]
     is_found = "parcel.restore_parcel" in found and "inputSchema" in found
-    return _yes(is_found and "restore parcel 7: done" in called and not others, f"{found}, {called}, {others}")
-
-
-def _yes(holds: bool, otherwise: str) -> str:
-    return "yes" if holds else otherwise[:200]
+    return yes(is_found and "restore parcel 7: done" in called and not others, f"{found}, {called}, {others}")
 
 
 def row(agent: Agent) -> list[str]:
     """The agent's line: over stdio, and what is different over HTTP."""
-    try:
-        name = f"{agent.name} ({install_node(agent.package)})"
-        told = _told(agent, None)
-        with serving([*SERVER, *HTTP]) as url:
-            over_http = _told(agent, url)
-        searched = _searched(agent)
-    except (OSError, subprocess.SubprocessError) as error:
-        return [agent.name, f"does not run: {reason(error)}", *[""] * 7]
+    name = f"{agent.name} ({install_node(agent.package)})"
+    told = _told(agent, None)
+    with serving([*SERVER, *HTTP]) as url:
+        over_http = _told(agent, url)
     pairs = zip(told, over_http, strict=True)
-    return [name, *(cell if cell == other else f"stdio: {cell}; HTTP: {other}" for cell, other in pairs), searched]
+    cells = [cell if cell == other else f"stdio: {cell}; HTTP: {other}" for cell, other in pairs]
+    return [name, *cells, _searched(agent)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 from mcp.client import Client
 
-from .programs import HERE, HTTP, NODE, NODE_PATH, SERVER, install_node, reason, run, serving
+from .programs import HERE, HTTP, NODE, NODE_PATH, SERVER, install_node, run, serving, yes
 
 PACKAGE = "@modelcontextprotocol/ext-apps"
 HEADINGS = ["MCP Apps", "handshake", "arguments, result", "size", "refusal", "end"]
@@ -119,10 +118,6 @@ def in_the_explorer(browser: Any) -> list[str]:
     ]
 
 
-def yes(holds: bool, *otherwise: object) -> str:
-    return "yes" if holds else " ".join(map(str, otherwise))[:150]
-
-
 ROWS: dict[str, Callable[[Any], list[str]]] = {
     "`AppBridge` shows `chart.bars`": in_a_host,
     "`App` in the Tool Explorer": in_the_explorer,
@@ -130,19 +125,16 @@ ROWS: dict[str, Callable[[Any], list[str]]] = {
 
 
 def row(name: str) -> list[str]:
-    """One of the two, by its name; why it failed stands where its first check would."""
+    """One of the two, by its name."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        return [name, "there is no Chromium here", *[""] * (len(HEADINGS) - 2)]
-    from playwright.sync_api import Error, sync_playwright
+        return [name, "there is no Chromium here"]
+    from playwright.sync_api import sync_playwright
 
-    try:
-        version = install_node(PACKAGE)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-            try:
-                return [f"{name} ({version}, Chromium {browser.version.split('.')[0]})", *ROWS[name](browser)]
-            finally:
-                browser.close()
-    except (AssertionError, Error, KeyError, OSError, subprocess.SubprocessError) as error:
-        return [name, f"failed: {reason(error)}", *[""] * (len(HEADINGS) - 2)]
+    version = install_node(PACKAGE)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        try:
+            return [f"{name} ({version}, Chromium {browser.version.split('.')[0]})", *ROWS[name](browser)]
+        finally:
+            browser.close()

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,6 +59,22 @@ def reason(error: BaseException | str) -> str:
     stderr = error if isinstance(error, str) else getattr(error, "stderr", None) or str(error)
     lines = re.findall(r"^[\s|]*((?:[\w.]*(?:Error|Exception)|ERROR|npm error code)\b.*)$", stderr, re.MULTILINE)
     return str((lines or stderr.splitlines() or ["no word"])[-1]).replace("|", "/")[:150]
+
+
+def yes(holds: bool, *otherwise: object) -> str:
+    """A cell of a table: "yes", or what came instead."""
+    return "yes" if holds else " ".join(map(str, otherwise))[:200]
+
+
+def show_rows(headings: list[str], rows: Mapping[str, Callable[[], list[str]]]) -> None:
+    """Print a table with these rows; one that cannot be had says why in its second cell."""
+    lines = []
+    for name, row in rows.items():
+        try:
+            lines.append(row())
+        except (Exception, BaseExceptionGroup) as error:  # whatever keeps others from their work is told there
+            lines.append([name, f"does not run: {reason(error)}"])
+    show(headings, [[*line, *[""] * (len(headings) - len(line))] for line in lines])
 
 
 def python_of(environment: str) -> Path:

@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import termios
@@ -21,25 +20,13 @@ from pathlib import Path
 
 from .agents import AGENTS
 from .model import Call, scripted
-from .programs import HERE, NODE, NODE_PATH, NODE_PROGRAM, install_node, reason, run, serving
+from .programs import HERE, NODE, NODE_PATH, NODE_PROGRAM, install_node, run, serving, yes
 
 HEADINGS = ["client of tasks", "task", "progress", "question", "result", "cancelled"]
 HEADINGS += ["session goes on", "approval", "form"]
 CHECKS = HEADINGS[1:6]
 EXTENSION, TERMINAL = "@modelcontextprotocol/ext-tasks", "Claude Code in a terminal"
-ROWS = [EXTENSION, TERMINAL]
 STARTED = [sys.executable, "-m", "tests.interop.work"]
-
-
-def row(name: str) -> list[str]:
-    try:
-        return _terminal() if name == TERMINAL else _extension()
-    except (OSError, subprocess.SubprocessError, TimeoutError) as error:
-        return [name, f"does not run: {reason(error)}", *[""] * (len(HEADINGS) - 2)]
-
-
-def _yes(holds: bool, instead: str) -> str:
-    return "yes" if holds else f"no: {instead[:150]}"
 
 
 def _extension() -> list[str]:
@@ -48,9 +35,8 @@ def _extension() -> list[str]:
 
     def checks(*target: str) -> dict[str, str]:
         environment = {"PATH": NODE_PATH, "NODE_FOLDER": str(NODE)}
-        done = run(
-            [str(NODE_PROGRAM), str(HERE / "clients" / "tasks.mjs"), *target], seconds=60, environment=environment
-        )
+        program = [str(NODE_PROGRAM), str(HERE / "clients" / "tasks.mjs"), *target]
+        done = run(program, seconds=60, environment=environment)
         done.check_returncode()
         found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -140,9 +126,7 @@ def _terminal() -> list[str]:
         command = ["claude", "Go.", "--mcp-config", "mcp.json", "--strict-mcp-config"]
         command += ["--allowedTools", "mcp__apcore-mcp"]
         with _in_terminal(command, environment, home) as terminal:
-            terminal.wait(
-                "Done"
-            )  # its servers are connected to meanwhile, and a model is told of them in the next turn
+            terminal.wait("Done")  # its servers are connected to meanwhile; a model is told of them in the next turn
             terminal.press("Go on.", ENTER)
             terminal.wait("Letreport.eraserun")
             terminal.press(" ", DOWN, ENTER)
@@ -172,12 +156,15 @@ def _terminal() -> list[str]:
     published = any("published as Good news" in turn for turn in notified)
     return [
         label,
-        _yes("server-side task" in task, task),
+        yes("server-side task" in task, task),
         "yes",  # or it would not have come so far
-        _yes(published, (notified or [task])[-1][-150:]),
-        _yes(published, (notified or [task])[-1][-150:]),
-        _yes("report.compile" in cancelled, cancelled),
-        _yes(goes_on, "no turn before its result"),
-        _yes("erased May" in approved, approved),
-        _yes("renamed to News" in renamed, renamed),
+        yes(published, (notified or [task])[-1][-150:]),
+        yes(published, (notified or [task])[-1][-150:]),
+        yes("report.compile" in cancelled, cancelled),
+        yes(goes_on, "no turn before its result"),
+        yes("erased May" in approved, approved),
+        yes("renamed to News" in renamed, renamed),
     ]
+
+
+ROWS = {EXTENSION: _extension, TERMINAL: _terminal}

@@ -16,13 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import (
-    EXTENSIONS,
-    ROOT,
-    connect,
-    free_port,
-    until,
-)
+from conftest import EXTENSIONS, ROOT, connect, free_port, until
 from support import answer, modern
 
 from apcore_mcp import discover
@@ -137,3 +131,26 @@ def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by
     assert bob == "token-of-bob is offered door.ring; to open: Access denied"
     assert stranger == "no token is offered door.ring; to open: Access denied"
     assert refused == 'token-of-nobody is refused: 401 Bearer error="invalid_token"'
+
+
+def ran(name: str) -> subprocess.CompletedProcess[str]:
+    """An example in a process of its own, at its end."""
+    return subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=50)
+
+
+def test_the_extension_of_the_examples_counts_calls_and_ends_them() -> None:
+    ended = ran("extension.py")
+    *_, refused, left = ended.stdout.splitlines()
+    assert "has been called 2 times" in refused, ended.stderr
+    assert left == "left: 0"
+
+
+def test_the_durable_work_of_the_examples_goes_on_in_the_next_server() -> None:
+    """Its first server dies in the fifth of eight steps."""
+    pytest.importorskip("dbos")
+    ended = ran("durable.py")
+    sent = re.findall(r"letter (\d) is sent by process (\d+)", ended.stderr)
+    assert [letter for letter, _ in sent] == [*"12345678"], ended.stderr
+    assert len({process for _, process in sent[:4]}) == len({process for _, process in sent[4:]}) == 1
+    assert sent[0][1] != sent[4][1]
+    assert "8 letters are sent" in ended.stdout
