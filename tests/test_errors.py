@@ -6,7 +6,6 @@ Also the report in `_meta`, the advice of a module's author, and what is wrong w
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import re
@@ -15,10 +14,9 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor, Middleware, ModuleError, Registry
+from apcore import ACL, ACLRule, Executor, FunctionModule, Middleware, ModuleError
 from apcore.approval import ApprovalResult
 from apcore.cancel import ExecutionCancelledError
-from apcore.decorator import module
 from apcore.errors import (
     ACLDeniedError,
     ApprovalDeniedError,
@@ -241,37 +239,26 @@ async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixtur
     async with connect({"demo.fail": fail}) as client:
         await client.call_tool("demo.fail", {"name": FORGED})
         await client.call_tool(FORGED, {})
-    for record in errors_logged(caplog):
-        assert r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J" in record.getMessage()
-    assert [text for text in lines_logged(caplog) if text.startswith("CRITICAL")] == []
-
-
-def lines_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines that a handler writes, and a terminal or a reader of logs takes apart."""
+    records = errors_logged(caplog)
+    told = [r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J" in record.getMessage() for record in records]
+    assert told == [True, True]
     formatter = logging.Formatter("%(message)s")
-    return [line for record in caplog.records for line in formatter.format(record).splitlines()]
+    assert not [line for r in records for line in formatter.format(r).splitlines() if line.startswith("CRITICAL")]
 
 
-@pytest.mark.parametrize("kind", ["long-message", "deep-recursion"])
-async def test_a_failed_call_logs_one_short_message(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_call_logs_one_short_message(caplog: pytest.LogCaptureFixture) -> None:
     """Of its traceback, too, the handler keeps the two ends."""
 
     def recurse(left: int, right: int) -> int:
         return recurse(right, left) if left else recurse(right + 1, left)
 
-    def fail(inputs: dict[str, Any], context: Any) -> Any:
-        if kind == "deep-recursion":
-            return recurse(0, 1)
-        raise RuntimeError("x\n" * 500_000)
-
-    with serving(registry_of({"demo.fail": fail})) as url:
-        call = modern("tools/call", {"name": "demo.fail", "arguments": {"a": 1}})
-        async with httpx.AsyncClient(timeout=20) as client:
-            response = await client.post(f"{url}/mcp", **call)
-    assert response.json()["result"]["content"][0]["text"] == "Internal error occurred"
-    (record,) = errors_logged(caplog)
-    assert re.fullmatch(r"Tool call error: demo\.fail - \w+Error: .{2,20000}", record.getMessage())
-    assert record.exc_info is not None
+    modules = {"demo.deep": lambda i, c: recurse(0, 1), "demo.long": raising(lambda: RuntimeError("x\n" * 500_000))}
+    async with connect(modules) as client:
+        for tool in modules:
+            failure(await client.call_tool(tool, {}), "Internal error occurred")
+            record = errors_logged(caplog)[-1]
+            assert re.fullmatch(rf"Tool call error: {tool} - \w+Error: .{{2,20000}}", record.getMessage())
+            assert record.exc_info is not None
 
 
 async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
@@ -448,67 +435,81 @@ class Picture(BaseModel):
 
 PICTURE = {"name": "cat", "size": {"width": 1, "height": 2}}
 TAKES: dict[str, Any] = {"takes.model": Picture, "takes.dict": Picture.model_json_schema()}
-TYPE, REQUIRED = {"type", "int_type", "string_type"}, {"required", "missing"}
+# The arguments, and each wrong field with the code that a model and a dict schema give for it.
+WRONG: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
+    "nested": ({**PICTURE, "size": {"width": "1"}}, {"size.width": "int_type", "size.height": "missing"},
+               {"size.width": "type", "size.height": "required"}),
+    "several": ({"name": 5, "tags": [None], "size": PICTURE["size"], "sizes": [{"width": 1}]},
+                {"name": "string_type", "tags.0": "string_type", "sizes.0.height": "missing"},
+                {"name": "type", "tags.0": "type", "sizes.0.height": "required"}),
+    "enum": ({**PICTURE, "kind": "gif"}, {"kind": "literal_error"}, {"kind": "enum"}),
+    "surplus": ({**PICTURE, "color": "red"}, {"color": "extra_forbidden"}, {"": "additionalProperties"}),
+    # To Python's `re` 28 letters take a minute; the model takes milliseconds.
+    "slow_pattern": ({"name": "cat", "title": "a" * 28 + "!"}, {"size": "missing", "title": "string_pattern_mismatch"},
+                     {}),
+}  # fmt: skip
 
-# The arguments, and each wrong field with the codes that a model or a dict schema may give for it.
-WRONG: list[tuple[dict[str, Any], dict[str, set[str]]]] = [
-    ({**PICTURE, "size": {"width": "1"}}, {"size.width": TYPE, "size.height": REQUIRED}),
-    (
-        {"name": 5, "tags": [None], "size": {"width": []}, "sizes": [{"width": 1, "height": 2}, {"width": 1}]},
-        {"name": TYPE, "tags.0": TYPE, "size.width": TYPE, "size.height": REQUIRED, "sizes.1.height": REQUIRED},
-    ),
-    ({**PICTURE, "kind": "gif"}, {"kind": {"enum", "literal_error"}}),
-]
-Validating = tuple[str, list[str], bool]
+
+def faults(schema: Any, arguments: dict[str, Any]) -> list[dict[str, str]]:
+    return tool_of(FunctionalModule(echo, input_schema=schema)).arguments.faults(arguments)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
-def validating(request: pytest.FixtureRequest) -> Iterator[Validating]:
-    """A server of `Picture` takers and what saw their calls; with and without validate_inputs."""
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_argument_is_named_with_its_path(name: str) -> None:
+    arguments, *expected = WRONG[name]
+    for schema, codes in zip(TAKES.values(), expected, strict=True):
+        if codes:
+            found = faults(schema, arguments)
+            assert {fault["field"]: fault["code"] for fault in found} == codes
+            told = {fault["message"] for fault in found if fault["code"] in ("missing", "required")}
+            assert told <= {"Field required"}
+            assert not re.search("red|a{28}", str(found).replace("required", ""))
+
+
+def test_of_a_union_the_telling_faults_are_told() -> None:
+    """By a model, those of each branch; by a dict schema, the one that jsonschema holds for the best."""
+    for wrong, fields in (
+        ({"inside": {"kind": "box"}}, {"inside.width", "inside.kind", "inside.radius"}),
+        ({"back": {"width": "1"}}, {"back.width", "back.height"}),
+    ):
+        of_model, of_dict = [
+            {fault["field"] for fault in faults(each, {**PICTURE, **wrong})} for each in TAKES.values()
+        ]
+        assert of_model == fields
+        assert len(of_dict) == 1
+        assert of_dict < fields
+
+
+def test_twenty_faults_are_told_each_shortened() -> None:
+    for schema in TAKES.values():
+        many = faults(schema, {**PICTURE, "tags": [*range(10_000)]})
+        assert [fault["field"] for fault in many] == [f"tags.{i}" for i in range(20)]
+    long = faults(TAKES["takes.dict"], {**PICTURE, "kind": "y" * 200_000})
+    named = faults(TAKES["takes.model"], {**PICTURE, "by_name": {"y" * 200_000: "z"}})
+    for fault in (*long, *named):
+        assert 1000 <= len(fault["field"]) + len(fault["message"]) <= 2000
+
+
+@pytest.mark.requirement("FR-ERROR-002")
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_a_client_is_told_each_wrong_argument(validate_inputs: bool) -> None:
+    """With `validate_inputs`, before the Executor sees the call."""
     seen: list[str] = []
 
     class Sees(Middleware):
         def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
             seen.append("executor")
 
-    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        seen.append("module")
-        return {"given": inputs}
-
-    modules = {name: FunctionalModule(run, input_schema=schema) for name, schema in TAKES.items()}
-    with serving(Executor(registry_of(modules), middlewares=[Sees()]), validate_inputs=request.param) as url:
-        yield url, seen, request.param
-
-
-@pytest.mark.requirement("FR-ERROR-002")
-async def test_each_wrong_argument_is_named_with_its_path(validating: Validating) -> None:
-    url, seen, before_executor = validating
-    async with client_of(url) as client:
-        for (arguments, expected), tool in itertools.product(WRONG, TAKES):
-            seen.clear()
-            report = failure(await client.call_tool(tool, arguments))
-            lines = lines_of(report)
-            assert sorted(field for field, _, _ in lines) == sorted(expected)
-            assert [line for line in lines if line[2] not in expected[line[0]]] == []
-            assert [message for _, message, code in lines if code in REQUIRED and message != "Field required"] == []
+    modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in TAKES.items()}
+    executor = Executor(registry_of(modules), middlewares=[Sees()])
+    async with connect(executor, validate_inputs=validate_inputs) as client:
+        for tool, told in zip(TAKES, ("int_type", "type"), strict=True):
+            report = failure(await client.call_tool(tool, {**PICTURE, "sizes": [{"width": "1", "height": 2}]}))
+            assert [(field, code) for field, _, code in lines_of(report)] == [("sizes.0.width", told)]
             assert (report["error_type"], report["user_fixable"]) == ("SCHEMA_VALIDATION_ERROR", True)
-            assert seen == ([] if before_executor else ["executor"])
-
-
-async def test_of_a_union_the_telling_faults_are_told(validating: Validating) -> None:
-    """By a model, those of each branch; by a dict schema, the one that jsonschema holds for the best."""
-    told = []
-    async with client_of(validating[0]) as client:
-        for wrong in ({"inside": {"kind": "box"}}, {"back": {"width": "1"}}):
-            results = [await client.call_tool(tool, {**PICTURE, **wrong}) for tool in TAKES]
-            told += [{field for field, _, _ in lines_of(failure(result))} for result in results]
-    of_model, of_dict, optional_of_model, optional_of_dict = told
-    assert of_model == {"inside.width", "inside.kind", "inside.radius"}
-    assert len(of_dict) == 1
-    assert of_dict < of_model
-    assert optional_of_model == {"back.width", "back.height"}
-    assert len(optional_of_dict) == 1
-    assert optional_of_dict < optional_of_model
+        assert seen == ([] if validate_inputs else ["executor"] * 2)
+        assert (await client.call_tool("takes.model", PICTURE)).structured_content == PICTURE
 
 
 class Note(BaseModel):
@@ -538,41 +539,33 @@ WRONG_CARDS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 
 def test_of_a_tagged_union_the_field_is_named() -> None:
     """Also where a field is called as a tag is, which pydantic's paths name like a field."""
-    arguments = tool_of(FunctionalModule(echo, input_schema=Cards)).arguments
     for card, (field, message) in WRONG_CARDS:
-        faults = arguments.faults({"cards": [card]})
-        assert [(fault["field"], fault["message"]) for fault in faults] == [(f"cards.0.{field}", message)]
+        found = faults(Cards, {"cards": [card]})
+        assert [(fault["field"], fault["message"]) for fault in found] == [(f"cards.0.{field}", message)]
 
 
-@pytest.mark.parametrize("changed", [False, True], ids=["own", "middleware"])
-async def test_what_a_module_refuses_is_in_its_words(changed: bool) -> None:
-    """Though what it was given is no longer what the client sent: it has taken a part out, or middleware put one in."""
+async def test_what_a_module_or_middleware_spoils_is_told_as_it_is() -> None:
+    """Though what was validated is no longer what the client sent: a part is taken out, put in, or another."""
 
-    class Fills(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return {"name": "ann"}
+    class Changes(Middleware):
+        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any] | None:
+            return {"fills.name": {"name": "ann"}, "takes.size": {"width": "wide", "height": 1}}.get(module_id)
 
     def refuse(inputs: dict[str, Any], context: Any) -> Any:
         inputs.pop("name")
         raise SchemaValidationError("bad", errors=[{"field": "name", "message": "it is taken"}])
 
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    registry = registry_of({"takes.name": FunctionalModule(refuse, input_schema=schema)})
-    executor = Executor(registry, middlewares=[Fills()] if changed else [])
-    async with connect(executor) as client:
-        result = await client.call_tool("takes.name", {} if changed else {"name": "ann"})
-    assert lines_of(failure(result)) == [("name", "it is taken", "invalid")]
-
-
-async def test_an_argument_too_many_is_named(validating: Validating) -> None:
-    async with client_of(validating[0]) as client:
-        of_model, of_dict = [failure(await client.call_tool(tool, {**PICTURE, "color": "red"})) for tool in TAKES]
-        fine = await client.call_tool("takes.model", PICTURE)
-    assert lines_of(of_model) == [("color", "Extra inputs are not permitted", "extra_forbidden")]
-    ((_, message, code),) = lines_of(of_dict)
-    assert (code, "'color'" in message) == ("additionalProperties", True)
-    assert "red" not in message
-    assert fine.structured_content == {"given": PICTURE}
+    refusing = FunctionalModule(refuse, input_schema=schema)
+    taking = FunctionalModule(echo, input_schema=Size)
+    registry = registry_of({"takes.name": refusing, "fills.name": refusing, "takes.size": taking})
+    async with connect(Executor(registry, middlewares=[Changes()])) as client:
+        for tool, arguments, line in (
+            ("takes.name", {"name": "ann"}, ("name", "it is taken", "invalid")),
+            ("fills.name", {}, ("name", "it is taken", "invalid")),
+            ("takes.size", {"width": 1, "height": 2}, ("width", "Input should be a valid integer", "type")),
+        ):
+            assert lines_of(failure(await client.call_tool(tool, arguments))) == [line], tool
 
 
 class Answer(BaseModel):
@@ -639,17 +632,6 @@ async def test_a_wrong_inner_call_is_no_clients_fault(caplog: pytest.LogCaptureF
             assert "width" in errors_logged(caplog)[-1].getMessage()
 
 
-async def test_arguments_that_middleware_spoils_are_named() -> None:
-    class Spoils(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return {**inputs, "width": "wide"}
-
-    registry = registry_of({"takes.size": FunctionalModule(echo, input_schema=Size)})
-    async with connect(Executor(registry, middlewares=[Spoils()])) as client:
-        wrong = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))
-    assert lines_of(wrong) == [("width", "Input should be a valid integer", "type")]
-
-
 def test_a_missing_argument_is_named_as_it_is_spelt() -> None:
     names = ["it's", 'say "when"', 'it\'s "x"', "a.b"]
     inner = {"type": "object", "properties": {name: {} for name in names}, "required": names}
@@ -664,57 +646,28 @@ def test_a_missing_argument_is_named_as_it_is_spelt() -> None:
 # ---- Functions ----
 
 
+def shout(text: str, loud: bool = False) -> dict[str, Any]:
+    return {"text": text.upper()}
+
+
+def keep(text: str, **more: Any) -> dict[str, Any]:
+    return {"text": text, **more}
+
+
 @pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_a_functions_unknown_argument_is_named(validate_inputs: bool) -> None:
     """Passed on, it would be a TypeError inside apcore: "Internal error occurred"."""
-    ran: list[str] = []
-
-    def shout(text: str, loud: bool = False) -> dict[str, Any]:
-        """Shout."""
-        ran.append(text)
-        return {"text": text.upper()}
-
-    def keep(text: str, **more: Any) -> dict[str, Any]:
-        """Keep."""
-        return {"text": text, **more}
-
-    registry = Registry()
-    module(shout, id="text.shout", registry=registry)
-    module(keep, id="text.keep", registry=registry)
-    async with connect(registry, validate_inputs=validate_inputs) as client:
+    modules = {f"text.{function.__name__}": FunctionModule(function, "a.text") for function in (shout, keep)}
+    async with connect(modules, validate_inputs=validate_inputs) as client:
         schemas = {tool.name: tool.input_schema for tool in (await client.list_tools()).tools}
         refused = failure(await client.call_tool("text.shout", {"loud": 1, "volume": 3}))
         fine = await client.call_tool("text.shout", {"text": "a", "loud": True})
         open_to_more = await client.call_tool("text.keep", {"text": "a", "volume": 3})
-    assert schemas["text.shout"]["additionalProperties"] is False
-    assert schemas["text.keep"].get("additionalProperties") is True
+    assert {name: schema.get("additionalProperties") for name, schema in schemas.items()} == {
+        "text.shout": False, "text.keep": True
+    }  # fmt: skip
     assert sorted((field, code) for field, _, code in lines_of(refused)) == [
         ("loud", "bool_type"), ("text", "missing"), ("volume", "extra_forbidden")
     ]  # fmt: skip
     assert fine.structured_content == {"text": "A"}
     assert open_to_more.structured_content == {"text": "a", "volume": 3}
-    assert ran == ["a"]
-
-
-# ---- What a client can make an answer cost ----
-
-
-@pytest.mark.timeout(30)
-async def test_a_slow_pattern_costs_no_minute(validating: Validating) -> None:
-    """To Python's `re` 28 letters take a minute; the model takes milliseconds."""
-    async with client_of(validating[0]) as client:
-        lines = lines_of(failure(await client.call_tool("takes.model", {"title": "a" * 28 + "!"})))
-    assert ("size", "Field required", "missing") in lines
-
-
-async def test_twenty_faults_are_told_each_shortened(validating: Validating, caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(validating[0]) as client:
-        for tool in TAKES:
-            many = lines_of(failure(await client.call_tool(tool, {**PICTURE, "tags": [*range(10_000)]})))
-            assert [field for field, _, _ in many] == [f"tags.{i}" for i in range(20)]
-        long = await client.call_tool("takes.dict", {**PICTURE, "kind": "y" * 200_000})
-        named = await client.call_tool("takes.model", {**PICTURE, "by_name": {"y" * 200_000: "z"}})
-    for result in (long, named):
-        ((field, message, _),) = lines_of(failure(result))
-        assert 1000 <= len(field) + len(message) <= 2000
-    assert max(len(record.getMessage()) for record in errors_logged(caplog)) < 20_000
