@@ -25,7 +25,7 @@ import httpx
 import httpx2
 import mcp_types as types
 import pytest
-from apcore import Executor, ModuleAnnotations, Registry
+from apcore import Executor, FunctionModule, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
 from conftest import (
     HANDSHAKE,
@@ -52,6 +52,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 
 from apcore_mcp import MCPServer, async_serve, elicit, report_progress, serve, to_openai_tools
+from apcore_mcp.core import Catalog, Tool
+from apcore_mcp.options import options_of
 
 ERAS = (HANDSHAKE, MODERN)
 entered = threading.Semaphore(0)
@@ -562,6 +564,32 @@ def parsed(text: str) -> Any:
 
 def gives(output: Any, **attributes: Any) -> FunctionalModule:
     return FunctionalModule(lambda inputs, context: output, **attributes)
+
+
+def returning(hint: Any, value: Any) -> FunctionModule:
+    """A module of a function with this return hint."""
+
+    def give() -> Any:
+        return value
+
+    give.__annotations__["return"] = hint
+    return FunctionModule(give, "a.function")
+
+
+def tool_of(module: Any, **options: Any) -> Tool:
+    """The one tool of a catalog, without a server."""
+    (tool,) = Catalog(options_of("test", registry_of({"a.tool": module}), **options)).tools.values()
+    return tool
+
+
+def sent(module: Any, value: Any, **options: Any) -> Any:
+    """What is sent of `value`, which `module` gives: JSON that its tool's advertised schema accepts."""
+    tool = tool_of(module, **options)
+    written, text = tool.output.write(value, tool.redacts)
+    assert json.loads(text, parse_constant=pytest.fail) == written
+    if tool.output_schema:
+        Draft202012Validator(tool.output_schema).validate(written)
+    return written
 
 
 class Size(BaseModel):

@@ -1,7 +1,6 @@
 """What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002.
 
-Also the report in `_meta`, the advice of a module's author, and what of `x-sensitive` arguments may be seen. Real
-registry, Executor, server, client.
+Also the report in `_meta`, the advice of a module's author, and what is wrong with each argument.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor, Middleware, ModuleError, Registry
+from apcore import ACL, ACLRule, Executor, FunctionModule, Middleware, ModuleError
 from apcore.approval import ApprovalResult
 from apcore.cancel import ExecutionCancelledError
-from apcore.decorator import module
 from apcore.errors import (
     ACLDeniedError,
     ApprovalDeniedError,
@@ -30,9 +28,22 @@ from apcore.errors import (
 )
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from pydantic import BaseModel, ConfigDict, Field
-from support import SECRETIVE, calls, errors_logged, everything_logged, failure, gives, lines_of, modern, noting
+from support import (
+    SECRETIVE,
+    calls,
+    errors_logged,
+    everything_logged,
+    failure,
+    gives,
+    lines_of,
+    modern,
+    noting,
+    returning,
+    tool_of,
+)
 
 from apcore_mcp import report_progress
+from apcore_mcp.faults import schema_faults
 
 
 def raising(make: Callable[[], BaseException], *, awaits: bool = False, **attributes: Any) -> FunctionalModule:
@@ -161,26 +172,25 @@ async def test_an_error_of_apcore_is_one_plain_sentence(
 
 @pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")
 @pytest.mark.parametrize("awaits", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", UNEXPECTED)
 async def test_an_unexpected_exception_is_told_to_the_log_alone(
-    failing: str, name: str, awaits: bool, caplog: pytest.LogCaptureFixture
+    failing: str, awaits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, logged_as = UNEXPECTED[name]
-    tool = spelled(f"fails.{name}", awaits)
-    async with client_of(failing) as client, asyncio.timeout(10):
-        result = await client.call_tool(tool, {})
-        after = await client.call_tool("works.fine", {"still": "alive"})
-    report = failure(result, "Internal error occurred")
-    assert report["error_type"] in ("MODULE_EXECUTE_ERROR", "GENERAL_INTERNAL_ERROR")
-    said = result.model_dump_json(by_alias=True)
-    assert [word for word in ("/etc", logged_as or "Stop", "Exit", "Traceback", ".py", "raising") if word in said] == []
-    assert after.structured_content == {"still": "alive"}
-    (record,) = errors_logged(caplog)
-    assert record.getMessage().startswith(f"Tool call error: {tool} - {logged_as or ''}")
-    written = logging.Formatter("%(message)s").format(record)
-    assert "Traceback (most recent call last)" in written
-    if name != "stop_iteration":  # the interpreter itself drops that one's frames
-        assert re.search(r'File ".*test_errors\.py", line \d+, in fail', written)
+    async with client_of(failing) as client, asyncio.timeout(20):
+        for name, (_, logged_as) in UNEXPECTED.items():
+            caplog.clear()
+            tool = spelled(f"fails.{name}", awaits)
+            result = await client.call_tool(tool, {})
+            report = failure(result, "Internal error occurred")
+            assert report["error_type"] in ("MODULE_EXECUTE_ERROR", "GENERAL_INTERNAL_ERROR")
+            said = result.model_dump_json(by_alias=True)
+            assert not re.search(rf"/etc|{logged_as or 'Stop'}|Exit|Traceback|\.py|raising", said)
+            (record,) = errors_logged(caplog)
+            assert record.getMessage().startswith(f"Tool call error: {tool} - {logged_as or ''}")
+            written = logging.Formatter("%(message)s").format(record)
+            assert "Traceback (most recent call last)" in written
+            if name != "stop_iteration":  # the interpreter itself drops that one's frames
+                assert re.search(r'File ".*test_errors\.py", line \d+, in fail', written)
+        assert (await client.call_tool("works.fine", {"still": "alive"})).structured_content == {"still": "alive"}
 
 
 def priced(**attributes: Any) -> FunctionalModule:
@@ -198,10 +208,10 @@ UNMASKED: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_an_unmasked_error_tells_type_and_text(mode: str) -> None:
+async def test_an_unmasked_error_tells_type_and_text() -> None:
     """Unless a module that takes part in the call marks something."""
     modules = {name: module for name, (module, _) in UNMASKED.items()}
-    async with connect(modules, mode=mode, mask_errors=False) as client:
+    async with connect(modules, mask_errors=False) as client:
         for name, (_, told) in UNMASKED.items():
             failure(await client.call_tool(name, {}), told)
 
@@ -229,37 +239,26 @@ async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixtur
     async with connect({"demo.fail": fail}) as client:
         await client.call_tool("demo.fail", {"name": FORGED})
         await client.call_tool(FORGED, {})
-    for record in errors_logged(caplog):
-        assert r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J" in record.getMessage()
-    assert [text for text in lines_logged(caplog) if text.startswith("CRITICAL")] == []
-
-
-def lines_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines that a handler writes, and a terminal or a reader of logs takes apart."""
+    records = errors_logged(caplog)
+    told = [r"no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J" in record.getMessage() for record in records]
+    assert told == [True, True]
     formatter = logging.Formatter("%(message)s")
-    return [line for record in caplog.records for line in formatter.format(record).splitlines()]
+    assert not [line for r in records for line in formatter.format(r).splitlines() if line.startswith("CRITICAL")]
 
 
-@pytest.mark.parametrize("kind", ["long-message", "deep-recursion"])
-async def test_a_failed_call_logs_one_short_message(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_call_logs_one_short_message(caplog: pytest.LogCaptureFixture) -> None:
     """Of its traceback, too, the handler keeps the two ends."""
 
     def recurse(left: int, right: int) -> int:
         return recurse(right, left) if left else recurse(right + 1, left)
 
-    def fail(inputs: dict[str, Any], context: Any) -> Any:
-        if kind == "deep-recursion":
-            return recurse(0, 1)
-        raise RuntimeError("x\n" * 500_000)
-
-    with serving(registry_of({"demo.fail": fail})) as url:
-        call = modern("tools/call", {"name": "demo.fail", "arguments": {"a": 1}})
-        async with httpx.AsyncClient(timeout=20) as client:
-            response = await client.post(f"{url}/mcp", **call)
-    assert response.json()["result"]["content"][0]["text"] == "Internal error occurred"
-    (record,) = errors_logged(caplog)
-    assert re.fullmatch(r"Tool call error: demo\.fail - \w+Error: .{2,20000}", record.getMessage())
-    assert record.exc_info is not None
+    modules = {"demo.deep": lambda i, c: recurse(0, 1), "demo.long": raising(lambda: RuntimeError("x\n" * 500_000))}
+    async with connect(modules) as client:
+        for tool in modules:
+            failure(await client.call_tool(tool, {}), "Internal error occurred")
+            record = errors_logged(caplog)[-1]
+            assert re.fullmatch(rf"Tool call error: {tool} - \w+Error: .{{2,20000}}", record.getMessage())
+            assert record.exc_info is not None
 
 
 async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
@@ -278,25 +277,13 @@ async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
     assert answer["result"]["structuredContent"] == {"a": 1}
 
 
-async def test_progress_is_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_module_reports_is_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And half a surrogate breaks no answer."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
 
     async def speak(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await report_progress(context, 1, 2, TOKEN)
-        await asyncio.to_thread(asyncio.run, report_progress(context, 2, 2, TOKEN))
-        return {}
-
-    note, heard = noting()
-    async with connect({"demo.speaks": speak}, mode=mode) as client:
-        await client.call_tool("demo.speaks", {}, progress_callback=note)
-    assert [message for _, _, message in heard] == [TOKEN, TOKEN]
-    assert "Tool call: demo.speaks" in everything_logged(caplog)
-    assert TOKEN not in everything_logged(caplog)
-
-
-async def test_half_a_surrogate_breaks_no_answer(mode: str) -> None:
-    async def speak(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await report_progress(context, 1, 3, "half \ud800")
+        await report_progress(context, 1, 3, f"{TOKEN} \ud800")
+        await asyncio.to_thread(asyncio.run, report_progress(context, 2, 3, TOKEN))
         return {"still": "alive"}
 
     note, heard = noting()
@@ -305,8 +292,10 @@ async def test_half_a_surrogate_breaks_no_answer(mode: str) -> None:
         (resource,) = (await client.list_resources()).resources
         read = await client.read_resource(resource.uri)
     assert result.structured_content == {"still": "alive"}
-    assert heard == [(1, 3, "half ?")]
+    assert heard == [(1, 3, f"{TOKEN} ?"), (2, 3, TOKEN)]
     assert read.contents[0].model_dump()["text"] == "# Half\n\n?"
+    assert "Tool call: demo.speaks" in everything_logged(caplog)
+    assert TOKEN not in everything_logged(caplog)
 
 
 def with_odd(error: ModuleError, **attributes: Any) -> ModuleError:
@@ -325,17 +314,18 @@ UNREADABLE: dict[str, Callable[[], ModuleError]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNREADABLE)
-async def test_an_unreadable_error_is_quoted_nowhere(name: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreadable_error_is_quoted_nowhere(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """What the mapper stumbles over would else be a protocol error, and its traceback in the log."""
-    tool = f"fails.{name}"
-    async with connect({tool: raising(UNREADABLE[name], input_schema=SECRETIVE)}, mode=mode) as client:
-        result = await client.call_tool(tool, {"token": TOKEN})
-    report = failure(result, "Internal error occurred")
-    assert report["error_type"] in ("GENERAL_INTERNAL_ERROR", "MODULE_EXECUTE_ERROR")
-    (record,) = errors_logged(caplog)
-    assert record.getMessage().startswith(f"Tool call error: {tool} - ")
-    assert TOKEN not in result.model_dump_json(by_alias=True) + everything_logged(caplog) + caplog.text
+    modules = {f"fails.{name}": raising(make, input_schema=SECRETIVE) for name, make in UNREADABLE.items()}
+    async with connect(modules, mode=mode) as client:
+        for tool in modules:
+            caplog.clear()
+            result = await client.call_tool(tool, {"token": TOKEN})
+            report = failure(result, "Internal error occurred")
+            assert report["error_type"] in ("GENERAL_INTERNAL_ERROR", "MODULE_EXECUTE_ERROR")
+            (record,) = errors_logged(caplog)
+            assert record.getMessage().startswith(f"Tool call error: {tool} - ")
+            assert TOKEN not in result.model_dump_json(by_alias=True) + everything_logged(caplog) + caplog.text
 
 
 # ---- Errors that apcore itself produces ----
@@ -347,9 +337,20 @@ class Broken(Middleware):
             raise RuntimeError("/etc/passwd")
 
 
-@pytest.fixture(scope="module")
-def protected() -> Iterator[str]:
-    """A server with an ACL, a failing middleware and modules that call each other too often."""
+GUARDS = [
+    ("shut.door", "Access denied", "ACL_DENIED"),
+    ("outer.shut", "Access denied", "ACL_DENIED"),
+    ("deep.m0", "Call depth limit exceeded", "CALL_DEPTH_EXCEEDED"),
+    ("round.one", "Circular call detected", "CIRCULAR_CALL"),
+    ("often.self", "Call frequency limit exceeded", "CALL_FREQUENCY_EXCEEDED"),
+    ("broken.middleware", "Internal error occurred", ""),
+    ("outer.crash", "Internal error occurred", ""),
+]
+
+
+@pytest.mark.requirement("FR-ERROR-006", "FR-ERROR-007", "FR-ERROR-008")
+async def test_a_guard_is_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of an ACL, of middleware, and of modules that call each other too often."""
     modules = {
         "shut.door": echo,
         "outer.shut": calls("shut.door"),
@@ -362,33 +363,15 @@ def protected() -> Iterator[str]:
         "inner.crash": raising(lambda: RuntimeError("/etc/passwd")),
     }
     acl = ACL([ACLRule(callers=["*"], targets=["shut.*"], effect="deny")], default_effect="allow")
-    with serving(Executor(registry_of(modules), acl=acl, middlewares=[Broken()])) as url:
-        yield url
-
-
-@pytest.mark.requirement("FR-ERROR-006", "FR-ERROR-007", "FR-ERROR-008")
-@pytest.mark.parametrize(
-    ("tool", "text", "code"),
-    [
-        pytest.param("shut.door", "Access denied", "ACL_DENIED", id="acl"),
-        pytest.param("outer.shut", "Access denied", "ACL_DENIED", id="acl-of-a-module-called-by-a-module"),
-        pytest.param("deep.m0", "Call depth limit exceeded", "CALL_DEPTH_EXCEEDED", id="depth"),
-        pytest.param("round.one", "Circular call detected", "CIRCULAR_CALL", id="circular"),
-        pytest.param("often.self", "Call frequency limit exceeded", "CALL_FREQUENCY_EXCEEDED", id="frequency"),
-        pytest.param("broken.middleware", "Internal error occurred", "", id="middleware-raises"),
-        pytest.param("outer.crash", "Internal error occurred", "", id="inner-module-raises"),
-    ],
-)
-async def test_a_guard_is_told_without_its_details(
-    protected: str, tool: str, text: str, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with client_of(protected) as client:
-        result = await client.call_tool(tool, {})
-    assert failure(result, text)["error_type"].startswith(code)
-    (record,) = errors_logged(caplog)
-    assert re.search(r"Error: .*(door|33|round|often|/etc/passwd)|: \(not shown", record.getMessage())
-    said = result.model_dump_json(by_alias=True)
-    assert not re.search(r"call_chain|caller|@|door|deep\.|round\.|often\.|/etc", said)
+    async with connect(Executor(registry_of(modules), acl=acl, middlewares=[Broken()])) as client:
+        for tool, text, code in GUARDS:
+            caplog.clear()
+            result = await client.call_tool(tool, {})
+            assert failure(result, text)["error_type"].startswith(code)
+            (record,) = errors_logged(caplog)
+            assert re.search(r"Error: .*(door|33|round|often|/etc/passwd)|: \(not shown", record.getMessage())
+            said = result.model_dump_json(by_alias=True)
+            assert not re.search(r"call_chain|caller|@|door|deep\.|round\.|often\.|/etc", said), tool
 
 
 # ---- What a module's author wrote for an agent ----
@@ -401,22 +384,22 @@ def own() -> ModuleError:
 
 
 # Who fails and how, and whether the agent hears the advice.
-ADVISED: list[Any] = [
-    pytest.param({"demo.book": raising(own)}, True, id="own-error"),
-    pytest.param({"demo.book": raising(lambda: InvalidInputError("no", **ADVICE))}, False, id="code-of-apcore"),
-    pytest.param({"demo.book": calls("inner.book"), "inner.book": raising(own)}, False, id="of-a-module-it-called"),
-    pytest.param({"demo.book": raising(own, input_schema=SECRETIVE)}, False, id="sensitive"),
-]
+ADVISED: dict[str, tuple[Any, bool]] = {
+    "own.error": (raising(own), True),
+    "code.of_apcore": (raising(lambda: InvalidInputError("no", **ADVICE)), False),
+    "calls.another": (calls("own.error"), False),
+    "marked.input": (raising(own, input_schema=SECRETIVE), False),
+}
 
 
-@pytest.mark.parametrize(("modules", "told"), ADVISED)
-async def test_a_modules_own_advice_reaches_the_agent(modules: dict[str, Any], told: bool) -> None:
-    async with connect(modules) as client:
-        report = failure(await client.call_tool("demo.book", {}))
-    advice = [report[key] for key in ADVICE if key in report]
-    assert advice == (["Ask for a later day.?", "tomorrow"] if told else [])
-    assert (report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?") == told
-    assert ("later day" in report["error_message"]) == told
+async def test_a_modules_own_advice_reaches_the_agent() -> None:
+    async with connect({tool: module for tool, (module, _) in ADVISED.items()}) as client:
+        for tool, (_, told) in ADVISED.items():
+            report = failure(await client.call_tool(tool, {}))
+            advice = [report[key] for key in ADVICE if key in report]
+            assert advice == (["Ask for a later day.?", "tomorrow"] if told else []), tool
+            assert (report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?") == told
+            assert ("later day" in report["error_message"]) == told
 
 
 # ---- Validation ----
@@ -452,73 +435,81 @@ class Picture(BaseModel):
 
 PICTURE = {"name": "cat", "size": {"width": 1, "height": 2}}
 TAKES: dict[str, Any] = {"takes.model": Picture, "takes.dict": Picture.model_json_schema()}
-TYPE, REQUIRED = {"type", "int_type", "string_type"}, {"required", "missing"}
+# The arguments, and each wrong field with the code that a model and a dict schema give for it.
+WRONG: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, str]]] = {
+    "nested": ({**PICTURE, "size": {"width": "1"}}, {"size.width": "int_type", "size.height": "missing"},
+               {"size.width": "type", "size.height": "required"}),
+    "several": ({"name": 5, "tags": [None], "size": PICTURE["size"], "sizes": [{"width": 1}]},
+                {"name": "string_type", "tags.0": "string_type", "sizes.0.height": "missing"},
+                {"name": "type", "tags.0": "type", "sizes.0.height": "required"}),
+    "enum": ({**PICTURE, "kind": "gif"}, {"kind": "literal_error"}, {"kind": "enum"}),
+    "surplus": ({**PICTURE, "color": "red"}, {"color": "extra_forbidden"}, {"": "additionalProperties"}),
+    # To Python's `re` 28 letters take a minute; the model takes milliseconds.
+    "slow_pattern": ({"name": "cat", "title": "a" * 28 + "!"}, {"size": "missing", "title": "string_pattern_mismatch"},
+                     {}),
+}  # fmt: skip
 
-# The arguments, and each wrong field with the codes that a model or a dict schema may give for it.
-WRONG: list[Any] = [
-    pytest.param({**PICTURE, "size": {"width": "1"}}, {"size.width": TYPE, "size.height": REQUIRED}, id="nested"),
-    pytest.param(
-        {"name": 5, "tags": [None], "size": {"width": []}, "sizes": [{"width": 1, "height": 2}, {"width": 1}]},
-        {"name": TYPE, "tags.0": TYPE, "size.width": TYPE, "size.height": REQUIRED, "sizes.1.height": REQUIRED},
-        id="several",
-    ),
-    pytest.param({**PICTURE, "kind": "gif"}, {"kind": {"enum", "literal_error"}}, id="enum"),
-]
-Validating = tuple[str, list[str], bool]
+
+def faults(schema: Any, arguments: dict[str, Any]) -> list[dict[str, str]]:
+    return tool_of(FunctionalModule(echo, input_schema=schema)).arguments.faults(arguments)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["apcore-validates", "validate_inputs"])
-def validating(request: pytest.FixtureRequest) -> Iterator[Validating]:
-    """A server of `Picture` takers and what saw their calls; with and without validate_inputs."""
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", WRONG)
+def test_each_wrong_argument_is_named_with_its_path(name: str) -> None:
+    arguments, *expected = WRONG[name]
+    for schema, codes in zip(TAKES.values(), expected, strict=True):
+        if codes:
+            found = faults(schema, arguments)
+            assert {fault["field"]: fault["code"] for fault in found} == codes
+            told = {fault["message"] for fault in found if fault["code"] in ("missing", "required")}
+            assert told <= {"Field required"}
+            assert not re.search("red|a{28}", str(found).replace("required", ""))
+
+
+def test_of_a_union_the_telling_faults_are_told() -> None:
+    """By a model, those of each branch; by a dict schema, the one that jsonschema holds for the best."""
+    for wrong, fields in (
+        ({"inside": {"kind": "box"}}, {"inside.width", "inside.kind", "inside.radius"}),
+        ({"back": {"width": "1"}}, {"back.width", "back.height"}),
+    ):
+        of_model, of_dict = [
+            {fault["field"] for fault in faults(each, {**PICTURE, **wrong})} for each in TAKES.values()
+        ]
+        assert of_model == fields
+        assert len(of_dict) == 1
+        assert of_dict < fields
+
+
+def test_twenty_faults_are_told_each_shortened() -> None:
+    for schema in TAKES.values():
+        many = faults(schema, {**PICTURE, "tags": [*range(10_000)]})
+        assert [fault["field"] for fault in many] == [f"tags.{i}" for i in range(20)]
+    long = faults(TAKES["takes.dict"], {**PICTURE, "kind": "y" * 200_000})
+    named = faults(TAKES["takes.model"], {**PICTURE, "by_name": {"y" * 200_000: "z"}})
+    for fault in (*long, *named):
+        assert 1000 <= len(fault["field"]) + len(fault["message"]) <= 2000
+
+
+@pytest.mark.requirement("FR-ERROR-002")
+@pytest.mark.parametrize("validate_inputs", [False, True])
+async def test_a_client_is_told_each_wrong_argument(validate_inputs: bool) -> None:
+    """With `validate_inputs`, before the Executor sees the call."""
     seen: list[str] = []
 
     class Sees(Middleware):
         def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
             seen.append("executor")
 
-    def run(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        seen.append("module")
-        return {"given": inputs}
-
-    modules = {name: FunctionalModule(run, input_schema=schema) for name, schema in TAKES.items()}
-    with serving(Executor(registry_of(modules), middlewares=[Sees()]), validate_inputs=request.param) as url:
-        yield url, seen, request.param
-
-
-@pytest.mark.requirement("FR-ERROR-002")
-@pytest.mark.parametrize(("arguments", "expected"), WRONG)
-async def test_each_wrong_argument_is_named_with_its_path(
-    validating: Validating, arguments: dict[str, Any], expected: dict[str, set[str]]
-) -> None:
-    url, seen, before_executor = validating
-    seen.clear()
-    async with client_of(url) as client:
-        results = [await client.call_tool(tool, arguments) for tool in TAKES]
-    for result in results:
-        report = failure(result)
-        lines = lines_of(report)
-        assert sorted(field for field, _, _ in lines) == sorted(expected)
-        assert [line for line in lines if line[2] not in expected[line[0]]] == []
-        assert [message for _, message, code in lines if code in REQUIRED and message != "Field required"] == []
-        assert report["error_type"] == "SCHEMA_VALIDATION_ERROR"
-        assert report["user_fixable"] is True
-    assert seen == ([] if before_executor else ["executor"] * 2)
-
-
-async def test_of_a_union_the_telling_faults_are_told(validating: Validating) -> None:
-    """By a model, those of each branch; by a dict schema, the one that jsonschema holds for the best."""
-    told = []
-    async with client_of(validating[0]) as client:
-        for wrong in ({"inside": {"kind": "box"}}, {"back": {"width": "1"}}):
-            results = [await client.call_tool(tool, {**PICTURE, **wrong}) for tool in TAKES]
-            told += [{field for field, _, _ in lines_of(failure(result))} for result in results]
-    of_model, of_dict, optional_of_model, optional_of_dict = told
-    assert of_model == {"inside.width", "inside.kind", "inside.radius"}
-    assert len(of_dict) == 1
-    assert of_dict < of_model
-    assert optional_of_model == {"back.width", "back.height"}
-    assert len(optional_of_dict) == 1
-    assert optional_of_dict < optional_of_model
+    modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in TAKES.items()}
+    executor = Executor(registry_of(modules), middlewares=[Sees()])
+    async with connect(executor, validate_inputs=validate_inputs) as client:
+        for tool, told in zip(TAKES, ("int_type", "type"), strict=True):
+            report = failure(await client.call_tool(tool, {**PICTURE, "sizes": [{"width": "1", "height": 2}]}))
+            assert [(field, code) for field, _, code in lines_of(report)] == [("sizes.0.width", told)]
+            assert (report["error_type"], report["user_fixable"]) == ("SCHEMA_VALIDATION_ERROR", True)
+        assert seen == ([] if validate_inputs else ["executor"] * 2)
+        assert (await client.call_tool("takes.model", PICTURE)).structured_content == PICTURE
 
 
 class Note(BaseModel):
@@ -546,43 +537,35 @@ WRONG_CARDS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 ]
 
 
-async def test_of_a_tagged_union_the_field_is_named() -> None:
+def test_of_a_tagged_union_the_field_is_named() -> None:
     """Also where a field is called as a tag is, which pydantic's paths name like a field."""
-    async with connect({"put": FunctionalModule(echo, input_schema=Cards)}) as client:
-        for card, (field, message) in WRONG_CARDS:
-            report = failure(await client.call_tool("put", {"cards": [card]}))
-            assert [line[:2] for line in lines_of(report)] == [(f"cards.0.{field}", message)]
+    for card, (field, message) in WRONG_CARDS:
+        found = faults(Cards, {"cards": [card]})
+        assert [(fault["field"], fault["message"]) for fault in found] == [(f"cards.0.{field}", message)]
 
 
-@pytest.mark.parametrize("changed", [False, True], ids=["own", "middleware"])
-async def test_what_a_module_refuses_is_in_its_words(changed: bool) -> None:
-    """Though what it was given is no longer what the client sent: it has taken a part out, or middleware put one in."""
+async def test_what_a_module_or_middleware_spoils_is_told_as_it_is() -> None:
+    """Though what was validated is no longer what the client sent: a part is taken out, put in, or another."""
 
-    class Fills(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return {"name": "ann"}
+    class Changes(Middleware):
+        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any] | None:
+            return {"fills.name": {"name": "ann"}, "takes.size": {"width": "wide", "height": 1}}.get(module_id)
 
     def refuse(inputs: dict[str, Any], context: Any) -> Any:
         inputs.pop("name")
         raise SchemaValidationError("bad", errors=[{"field": "name", "message": "it is taken"}])
 
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    registry = registry_of({"takes.name": FunctionalModule(refuse, input_schema=schema)})
-    executor = Executor(registry, middlewares=[Fills()] if changed else [])
-    async with connect(executor) as client:
-        result = await client.call_tool("takes.name", {} if changed else {"name": "ann"})
-    assert lines_of(failure(result)) == [("name", "it is taken", "invalid")]
-
-
-async def test_an_argument_too_many_is_named(validating: Validating) -> None:
-    async with client_of(validating[0]) as client:
-        of_model, of_dict = [failure(await client.call_tool(tool, {**PICTURE, "color": "red"})) for tool in TAKES]
-        fine = await client.call_tool("takes.model", PICTURE)
-    assert lines_of(of_model) == [("color", "Extra inputs are not permitted", "extra_forbidden")]
-    ((_, message, code),) = lines_of(of_dict)
-    assert (code, "'color'" in message) == ("additionalProperties", True)
-    assert "red" not in message
-    assert fine.structured_content == {"given": PICTURE}
+    refusing = FunctionalModule(refuse, input_schema=schema)
+    taking = FunctionalModule(echo, input_schema=Size)
+    registry = registry_of({"takes.name": refusing, "fills.name": refusing, "takes.size": taking})
+    async with connect(Executor(registry, middlewares=[Changes()])) as client:
+        for tool, arguments, line in (
+            ("takes.name", {"name": "ann"}, ("name", "it is taken", "invalid")),
+            ("fills.name", {}, ("name", "it is taken", "invalid")),
+            ("takes.size", {"width": 1, "height": 2}, ("width", "Input should be a valid integer", "type")),
+        ):
+            assert lines_of(failure(await client.call_tool(tool, arguments))) == [line], tool
 
 
 class Answer(BaseModel):
@@ -608,42 +591,19 @@ class Frame:
     """Of a data library: nothing that is JSON."""
 
 
-def table() -> dict:  # type: ignore[type-arg]
-    """A table."""
-    return cast(Any, Frame())
-
-
-def text() -> dict[str, int]:
-    """A text."""
-    return cast(Any, "a")
-
-
-def total() -> int:
-    """A total."""
-    return cast(Any, 2.5)
-
-
-def whole() -> Any:
-    """Anything."""
-    return Frame()
-
-
 # What gives it, and the type that came.
 REFUSED: dict[str, tuple[Any, str]] = {
     "gives.list": (gives([1]), "builtins.list"),
     "gives.frame": (gives(Frame(), output_schema=Answer), "test_errors.Frame"),
-    "table": (table, "test_errors.Frame"),
-    "text": (text, "builtins.str"),
-    "total": (total, "builtins.float"),
-    "whole": (whole, "test_errors.Frame"),
+    "a.table": (returning(dict, Frame()), "test_errors.Frame"),
+    "a.text": (returning(dict[str, int], "a"), "builtins.str"),
+    "a.total": (returning(int, 2.5), "builtins.float"),
+    "a.whole": (returning(Any, Frame()), "test_errors.Frame"),
 }
 
 
 async def test_the_log_names_a_refused_outputs_type(caplog: pytest.LogCaptureFixture) -> None:
-    registry = registry_of({name: given for name, (given, _) in REFUSED.items() if name.startswith("gives")})
-    for function in (table, text, total, whole):
-        module(function, id=function.__name__, registry=registry)
-    async with connect(registry) as client:
+    async with connect({name: module for name, (module, _) in REFUSED.items()}) as client:
         for name, (_, kind) in REFUSED.items():
             caplog.clear()
             result = await client.call_tool(name, {})
@@ -653,104 +613,61 @@ async def test_the_log_names_a_refused_outputs_type(caplog: pytest.LogCaptureFix
             assert kind in errors_logged(caplog)[0].getMessage(), name
 
 
-@pytest.mark.parametrize("schema", [Size, Size.model_json_schema()], ids=["model", "dict"])
-@pytest.mark.parametrize("inner", ["input", "output"])
-async def test_a_wrong_inner_call_is_no_clients_fault(
-    schema: Any, inner: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_inner_call_is_no_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
     wrong = {"width": "inner-value", "height": 1}
-    modules = {
-        "outer.caller": FunctionalModule(calls("inner.called", **wrong), input_schema=Size),
-        "inner.called": gives({} if inner == "input" else wrong, **{f"{inner}_schema": schema}),
-    }
-    async with connect(modules) as client:
-        result = await client.call_tool("outer.caller", {"width": 1, "height": 2})
-    report = failure(result, "Module error: SCHEMA_VALIDATION_ERROR")
-    said = result.model_dump_json(by_alias=True)
-    assert [word for word in ("inner-value", "inner.called", "width", "Input validation") if word in said] == []
-    assert "error_details" not in report
-    assert report["user_fixable"] is False
-    assert "width" in errors_logged(caplog)[0].getMessage()
+    modules: dict[str, Any] = {}
+    for kind, schema in {"model": Size, "dict": Size.model_json_schema()}.items():
+        modules[f"takes.{kind}"] = gives({}, input_schema=schema)
+        modules[f"gives.{kind}"] = gives(wrong, output_schema=schema)
+    outer = {f"outer.{name}": FunctionalModule(calls(name, **wrong), input_schema=Size) for name in modules}
+    async with connect({**modules, **outer}) as client:
+        for tool in outer:
+            result = await client.call_tool(tool, {"width": 1, "height": 2})
+            report = failure(result, "Module error: SCHEMA_VALIDATION_ERROR")
+            assert not re.search(
+                "inner-value|takes|gives|width|Input validation", result.model_dump_json(by_alias=True)
+            )
+            assert "error_details" not in report
+            assert report["user_fixable"] is False
+            assert "width" in errors_logged(caplog)[-1].getMessage()
 
 
-async def test_arguments_that_middleware_spoils_are_named() -> None:
-    class Spoils(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return {**inputs, "width": "wide"}
-
-    registry = registry_of({"takes.size": FunctionalModule(echo, input_schema=Size)})
-    async with connect(Executor(registry, middlewares=[Spoils()])) as client:
-        wrong = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))
-    assert lines_of(wrong) == [("width", "Input should be a valid integer", "type")]
-
-
-@pytest.mark.parametrize("validate_inputs", [False, True])
-async def test_a_missing_argument_is_named_as_it_is_spelt(validate_inputs: bool) -> None:
+def test_a_missing_argument_is_named_as_it_is_spelt() -> None:
     names = ["it's", 'say "when"', 'it\'s "x"', "a.b"]
     inner = {"type": "object", "properties": {name: {} for name in names}, "required": names}
     schema = {"type": "object", "properties": {"order": inner}, "required": ["order"]}
-    modules = {"takes.odd": FunctionalModule(echo, input_schema=schema)}
-    async with connect(modules, validate_inputs=validate_inputs) as client:
-        report = failure(await client.call_tool("takes.odd", {"order": {"it's": 1}}))
-        nothing = failure(await client.call_tool("takes.odd", {}))
-    assert lines_of(report) == [(f"order.{name}", "Field required", "required") for name in names[1:]]
-    assert lines_of(nothing) == [("order", "Field required", "required")]
+    missing = {"code": "required", "message": "Field required"}
+    assert schema_faults(schema, {"order": {"it's": 1}}) == [
+        {"field": f"order.{name}", **missing} for name in names[1:]
+    ]
+    assert schema_faults(schema, {}) == [{"field": "order", **missing}]
 
 
 # ---- Functions ----
 
 
+def shout(text: str, loud: bool = False) -> dict[str, Any]:
+    return {"text": text.upper()}
+
+
+def keep(text: str, **more: Any) -> dict[str, Any]:
+    return {"text": text, **more}
+
+
 @pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_a_functions_unknown_argument_is_named(validate_inputs: bool) -> None:
     """Passed on, it would be a TypeError inside apcore: "Internal error occurred"."""
-    ran: list[str] = []
-
-    def shout(text: str, loud: bool = False) -> dict[str, Any]:
-        """Shout."""
-        ran.append(text)
-        return {"text": text.upper()}
-
-    def keep(text: str, **more: Any) -> dict[str, Any]:
-        """Keep."""
-        return {"text": text, **more}
-
-    registry = Registry()
-    module(shout, id="text.shout", registry=registry)
-    module(keep, id="text.keep", registry=registry)
-    async with connect(registry, validate_inputs=validate_inputs) as client:
+    modules = {f"text.{function.__name__}": FunctionModule(function, "a.text") for function in (shout, keep)}
+    async with connect(modules, validate_inputs=validate_inputs) as client:
         schemas = {tool.name: tool.input_schema for tool in (await client.list_tools()).tools}
         refused = failure(await client.call_tool("text.shout", {"loud": 1, "volume": 3}))
         fine = await client.call_tool("text.shout", {"text": "a", "loud": True})
         open_to_more = await client.call_tool("text.keep", {"text": "a", "volume": 3})
-    assert schemas["text.shout"]["additionalProperties"] is False
-    assert schemas["text.keep"].get("additionalProperties") is True
+    assert {name: schema.get("additionalProperties") for name, schema in schemas.items()} == {
+        "text.shout": False, "text.keep": True
+    }  # fmt: skip
     assert sorted((field, code) for field, _, code in lines_of(refused)) == [
         ("loud", "bool_type"), ("text", "missing"), ("volume", "extra_forbidden")
     ]  # fmt: skip
     assert fine.structured_content == {"text": "A"}
     assert open_to_more.structured_content == {"text": "a", "volume": 3}
-    assert ran == ["a"]
-
-
-# ---- What a client can make an answer cost ----
-
-
-@pytest.mark.timeout(30)
-async def test_a_slow_pattern_costs_no_minute(validating: Validating) -> None:
-    """To Python's `re` 28 letters take a minute; the model takes milliseconds."""
-    async with client_of(validating[0]) as client:
-        lines = lines_of(failure(await client.call_tool("takes.model", {"title": "a" * 28 + "!"})))
-    assert ("size", "Field required", "missing") in lines
-
-
-async def test_twenty_faults_are_told_each_shortened(validating: Validating, caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(validating[0]) as client:
-        for tool in TAKES:
-            many = lines_of(failure(await client.call_tool(tool, {**PICTURE, "tags": [*range(10_000)]})))
-            assert [field for field, _, _ in many] == [f"tags.{i}" for i in range(20)]
-        long = await client.call_tool("takes.dict", {**PICTURE, "kind": "y" * 200_000})
-        named = await client.call_tool("takes.model", {**PICTURE, "by_name": {"y" * 200_000: "z"}})
-    for result in (long, named):
-        ((field, message, _),) = lines_of(failure(result))
-        assert 1000 <= len(field) + len(message) <= 2000
-    assert max(len(record.getMessage()) for record in errors_logged(caplog)) < 20_000
