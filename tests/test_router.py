@@ -14,21 +14,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from apcore import ModuleAnnotations
+from apcore import Config, Executor, ModuleAnnotations
 from apcore.errors import ACLDeniedError
 from conftest import (
     HANDSHAKE,
     FunctionalModule,
-    RawClient,
     client_of,
     connect,
     echo,
-    program,
     registry_of,
     serving,
 )
 from mcp import MCPError
-from mcp_types import CLIENT_CAPABILITIES_META_KEY, ElicitResult, ListRootsResult
+from mcp_types import ElicitResult, ListRootsResult
 from support import (
     REDACTED,
     SCHEMA,
@@ -37,10 +35,8 @@ from support import (
     accept,
     ask,
     asking,
-    call,
     errors_logged,
     failure,
-    line,
     listed,
     noting,
     text_of,
@@ -48,6 +44,8 @@ from support import (
 )
 
 from apcore_mcp import elicit, report_progress
+
+WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 
 # ---- Only listed tools ----
 
@@ -108,18 +106,29 @@ async def test_a_stream_is_its_chunks_and_then_one_result(mode: str) -> None:
             assert result.structured_content == json.loads(text_of(result)) == merged
 
 
-async def test_an_error_in_mid_stream_is_any_error() -> None:
-    failing: dict[str, tuple[Any, str]] = {
-        "unexpected": (RuntimeError("/etc/passwd"), "Internal error occurred"),
-        "acl": (ACLDeniedError("alice", "s"), "Access denied"),
-        "json": ({"n": math.nan}, "Failed to serialize module output: nan at n (the tool has run)"),
-    }
-    streams = {f"s.{name}": StreamingModule([{"n": 1}, last, {"n": 3}]) for name, (last, _) in failing.items()}
+TOLD = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+REFUSED = "Output validation failed (the tool has run):\n- "
+FAILING: dict[str, tuple[list[Any], list[int], str]] = {
+    "unexpected": ([{"n": 1}, RuntimeError("/etc/passwd"), {"n": 3}], [1], "Internal error occurred"),
+    "acl": ([{"n": 1}, ACLDeniedError("alice", "s")], [1], "Access denied"),
+    "json": (
+        [{"n": 1}, {"m": math.nan}, {"n": 3}],
+        [1],
+        "Failed to serialize module output: nan at m (the tool has run)",
+    ),
+    "nothing": ([], [], f"{REFUSED}(root): Field required (required)"),
+    "wrong": ([{"n": 1}, {"n": "x"}], [1, "x"], f"{REFUSED}n: Value is not valid (type)"),
+}
+
+
+async def test_a_stream_that_fails_is_any_error() -> None:
+    """Of what breaks the output schema, apcore only writes a line of its log."""
+    streams = {f"s.{name}": StreamingModule(chunks, output_schema=TOLD) for name, (chunks, *_) in FAILING.items()}
     async with connect(streams) as client:
-        for name, (_, sentence) in failing.items():
+        for name, (_, numbers, sentence) in FAILING.items():
             note, told = noting()
             result = await client.call_tool(f"s.{name}", progress_callback=note)
-            assert [json.loads(message or "") for _, _, message in told] == [{"n": 1}]
+            assert [json.loads(message or "")["n"] for _, _, message in told] == numbers
             assert (result.is_error, text_of(result), result.structured_content) == (True, sentence, None)
 
 
@@ -134,22 +143,6 @@ async def test_a_modules_own_progress_hides_no_chunk() -> None:
     async with connect({"s": module}) as client:
         await client.call_tool("s", progress_callback=note)
     assert told == [(50, 100, None), (51, None, '{"a":1}'), (52, None, '{"b":2}')]
-
-
-STREAMS: dict[str, tuple[list[Any], str]] = {
-    "s.nothing": ([], "Output validation failed (the tool has run):\n- (root): Field required (required)"),
-    "s.wrong": ([{"n": "x"}], "Output validation failed (the tool has run):\n- n: Value is not valid (type)"),
-    "s.right": ([{"n": 1}, {"n": 2}], '{"n":2}'),
-}
-
-
-async def test_a_stream_that_breaks_the_output_schema_is_an_error() -> None:
-    """apcore only logs it, and the client would refuse the result."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    modules = {name: StreamingModule(chunks, output_schema=schema) for name, (chunks, _) in STREAMS.items()}
-    async with connect(modules) as client:
-        for name, (_, told) in STREAMS.items():
-            assert text_of(await client.call_tool(name, progress_callback=noting()[0])) == told
 
 
 @pytest.mark.requirement("FR-STREAM-001")
@@ -335,45 +328,26 @@ async def test_waiting_handshake_calls_count_against_the_bytes() -> None:
         assert not (await client.call_tool("ask", large("c"))).is_error
 
 
-PATIENT = """
-ended = threading.Event()
+async def test_of_a_hundred_parked_calls_one_more_is_refused() -> None:
+    ended = threading.Event()
 
-@tool
-async def ask(inputs, context):
-    try:
-        return {"n": inputs["n"], "answer": await elicit(context, "Who?", key="name")}
-    finally:
-        ended.set()
+    async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        try:
+            return {"n": inputs["n"], "answer": await elicit(context, "Who?", key="name")}
+        finally:
+            ended.set()
 
-@tool
-def was_ended(inputs, context):
-    return {"ended": ended.wait(10)}
-
-# apcore's own limits could run out while so many are asked.
-serve(Executor(registry, config=Config({"executor": {"global_timeout": 0, "default_timeout": 0}})))
-"""
-
-
-@pytest.mark.once
-def test_of_a_hundred_parked_calls_one_more_is_refused() -> None:
-    with RawClient(program(PATIENT)) as client:
-
-        def ask(number: int, **retry: Any) -> Any:
-            asked = call(number, "t.ask", n=number)
-            asked["params"] |= retry
-            asked["params"]["_meta"][CLIENT_CAPABILITIES_META_KEY] = {"elicitation": {}}
-            client.send_line(line(asked).strip())
-            return client.receive()
-
-        states = [ask(number)["result"]["requestState"] for number in range(100)]
-        assert "Too many calls" in ask(100)["error"]["message"]
-        client.send_line(line(call(0, "t.was_ended")).strip())
-        assert client.receive()["result"]["structuredContent"] == {"ended": True}
-        answers = {"name": {"action": "accept", "content": {}}}
+    # apcore's own limits could run out while so many are asked.
+    async with wired(Executor(registry_of({"ask": patient}), config=WITHOUT_LIMIT)) as wire:
+        states = [(await wire.question("ask", {"n": number}))[2] for number in range(100)]
+        with pytest.raises(MCPError, match="Too many calls"):
+            await wire.call("ask", {"n": 100})
+        assert await asyncio.to_thread(ended.wait, 10)
         for number in (7, 99, 0):  # in whatever order
-            retried = ask(number, requestState=states[number], inputResponses=answers)
-            assert retried["result"]["structuredContent"] == {"n": number, "answer": {}}
-        assert ask(101)["result"]["resultType"] == "input_required"
+            answer = {"request_state": states[number], "input_responses": {"name": accept()}}
+            result = await wire.call("ask", {"n": number}, **answer)
+            assert result.structured_content == {"n": number, "answer": {}}
+        await wire.question("ask", {"n": 101})
 
 
 async def test_a_parked_call_keeps_no_meta() -> None:
@@ -429,27 +403,9 @@ async def test_parked_calls_of_a_caller_hold_256_kibibytes_together() -> None:
         assert await asyncio.to_thread(ended.wait, 10)
         await wire.question("ask", large)  # as the arguments of what has ended are not kept
         late = await wire.call("hasty", large, request_state=state, **answer)
-        assert text_of(late) == "Module timed out after 50ms"
+        assert text_of(late) == "Module timed out after 50ms"  # what it ended with is kept for one retry
+        await wire.refused(state, "hasty", large)
         await is_given_up("ask", {"text": "x" * 2**18})
-
-
-async def test_a_parked_call_that_times_out_keeps_its_result() -> None:
-    runs, ended = [], threading.Event()
-
-    async def impatient(inputs: dict[str, Any], context: Any) -> Any:
-        runs.append(inputs)
-        try:
-            return await elicit(context, "Who?", SCHEMA, key="name")
-        finally:
-            ended.set()
-
-    async with wired({"ask": FunctionalModule(impatient, resources={"timeout": 50})}) as wire:
-        _, _, state = await wire.question("ask", {"n": 1})
-        assert await asyncio.to_thread(ended.wait, 10)
-        late = {"request_state": state, "input_responses": {"name": accept(name="Ada")}}
-        assert text_of(await wire.call("ask", {"n": 1}, **late)) == "Module timed out after 50ms"
-        await wire.refused(state, "ask", {"n": 1})
-    assert runs == [{"n": 1}]
 
 
 async def test_a_call_is_resumed_though_its_tool_has_gone() -> None:
