@@ -16,7 +16,6 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
-import mcp_types as types
 import pytest
 from apcore import ACL, ACLRule, Config, Executor, Middleware, SchemaValidationError
 from apcore.builtin_steps import BuiltinInputValidation, BuiltinModuleLookup, BuiltinOutputValidation
@@ -36,7 +35,6 @@ from conftest import (
     until,
     with_clock,
 )
-from mcp.client import Client
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
     SCHEMA,
@@ -47,11 +45,13 @@ from support import (
     accept,
     asking,
     calls,
+    cancel_call,
     everything_logged,
     is_set_in_time,
     noting,
     parsed,
     stage,
+    start_call,
     success_text,
     text_of,
 )
@@ -147,23 +147,6 @@ async def test_forty_blocked_sync_calls_hold_up_nobody() -> None:
 # ---- Cancellation ----
 
 
-async def start(client: Client, module_id: str) -> asyncio.Task[types.CallToolResult]:
-    """A call of a module that reports progress once it runs."""
-    running = asyncio.Event()
-
-    async def note(progress: float, total: float | None, message: str | None) -> None:
-        running.set()
-
-    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
-    await running.wait()
-    return call
-
-
-async def cancel(call: asyncio.Task[Any]) -> None:
-    call.cancel()
-    await asyncio.wait({call})
-
-
 async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nor is what a module raises by then told to anybody."""
     records: queue.Queue[Any] = queue.Queue()
@@ -192,7 +175,7 @@ async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: pytest.
 
         before = await tasks()
         for module_id in ("wait", "wait_below", "wait_streaming", "watch_token", "slow", "stubborn"):
-            await cancel(await start(client, module_id))
+            await cancel_call(await start_call(client, module_id))
             ended = {"told": module_id.removesuffix("_below"), "token_set": True}
             assert (await client.call_tool("ended")).structured_content == ended
             while left := await tasks() - before:
@@ -241,7 +224,7 @@ def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCap
             for mode in (HANDSHAKE, MODERN):
                 client = client_of(url, mode, **asking(accept())[0])
                 await stack.enter_async_context(client)
-                calls += [await start(client, module_id) for module_id in modules]
+                calls += [await start_call(client, module_id) for module_id in modules]
             await Wire(client).question("parked")
             ending = asyncio.create_task(server.__aexit__(None, None, None))
             await clock.put_forward(4)
@@ -252,7 +235,7 @@ def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCap
             assert all(is_set_in_time(token) for _, token in told)
             await ending
             for call in calls:
-                await cancel(call)
+                await cancel_call(call)
 
     with_clock(story)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # no traceback
@@ -294,7 +277,7 @@ async def test_no_coroutine_outlives_its_call() -> None:
             call = asyncio.create_task(client.call_tool(module_id))
             assert await asyncio.to_thread(running.wait, 10)
             if module_id == "cancelled":
-                await cancel(call)
+                await cancel_call(call)
             else:
                 assert text_of(await call) == "Module timed out after 300ms"
             for _ in range(3):  # the server has seen the end, and all that it sets off, when it answers these
@@ -321,7 +304,7 @@ async def test_a_pool_outlives_the_call_that_started_it() -> None:
     async with connect({"work": work}) as client, asyncio.timeout(20):
         call = asyncio.create_task(client.call_tool("work", {"wait": True}))
         assert await asyncio.to_thread(running.wait, 10)
-        await cancel(call)
+        await cancel_call(call)
         for _ in range(3):
             assert (await client.call_tool("work")).structured_content == {"pool": "runs"}
 
@@ -590,7 +573,7 @@ async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.Monkey
     lookup.modules = vars(lookup).pop("_registry")
     monkeypatch.setattr(BuiltinModuleLookup, "execute", execute_by_another_name)
     async with connect(executor) as client:
-        await cancel(await start(client, "wait"))
+        await cancel_call(await start_call(client, "wait"))
         assert (await client.call_tool("ended")).structured_content == {"told": "wait", "token_set": True}
 
 

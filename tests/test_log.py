@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Identity, ModuleError
 from conftest import FunctionalModule, RawClient, client_of, connect, echo, free_port, program, registry_of, serving
-from support import SECRET_TEXT, SECRETIVE, run
+from support import SECRET_TEXT, SECRETIVE, cancel_call, run, stage, start_call
 
 from apcore_mcp import log, run_openai_call
 
@@ -274,29 +272,17 @@ async def test_access_names_the_caller_as_json_has_it(access: Any) -> None:
             assert len(access()[-1].getMessage().splitlines()) == 1
 
 
-async def test_access_of_calls_from_the_explorer(access: Any) -> None:
+def test_access_of_calls_from_the_explorer(access: Any) -> None:
     with serving(registry_of({"t.echo": echo}), explorer=True, allow_execute=True, access_log=True) as url:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            for name in ("t.echo", "nope"):
-                await client.post(f"{url}/explorer/tools/{name}/call", json={})
+        for name in ("t.echo", "nope"):
+            httpx.post(f"{url}/explorer/tools/{name}/call", json={}, trust_env=False)
     assert [*map(facts, access())] == [("t.echo", "", "ok"), ("nope", "", "MODULE_NOT_FOUND")]
 
 
 async def test_access_of_a_call_that_is_cancelled(access: Any) -> None:
-    entered = threading.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        entered.set()
-        await asyncio.Event().wait()
-        return {}
-
-    with serving(registry_of({"t.wait": wait}), access_log=True) as url:
-        async with client_of(url) as client:
-            calling = asyncio.create_task(client.call_tool("t.wait"))
-            assert await asyncio.to_thread(entered.wait, 10)
-            calling.cancel()
-            await asyncio.wait({calling})
-    assert [*map(facts, access())] == [("t.wait", "", "EXECUTION_CANCELLED")]
+    async with connect(stage(), access_log=True) as client:
+        await cancel_call(await start_call(client, "wait"))
+    assert [*map(facts, access())] == [("wait", "", "EXECUTION_CANCELLED")]
 
 
 async def test_the_trace_is_that_of_the_open_span(caplog: pytest.LogCaptureFixture) -> None:
@@ -312,6 +298,7 @@ async def test_the_trace_is_that_of_the_open_span(caplog: pytest.LogCaptureFixtu
 # ---- OpenTelemetry ----
 
 TRACED = """
+import functools
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -323,15 +310,17 @@ provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
 MARKED = {"type": "object", "properties": {"pin": {"type": "string", "x-sensitive": True}}}
 
+def fail(name, pin):
+    with trace.get_tracer("shop").start_as_current_span(name):
+        raise LookupError(pin)
+
 @functools.partial(tool, input_schema=MARKED)
 def sync(inputs, context):
-    with trace.get_tracer("shop").start_as_current_span("sync"):
-        return {"trace": context.trace_id}
+    fail("sync", inputs["pin"])
 
 @functools.partial(tool, input_schema=MARKED)
 async def later(inputs, context):
-    with trace.get_tracer("shop").start_as_current_span("later"):
-        raise LookupError(inputs["pin"])
+    fail("later", inputs["pin"])
 
 @tool
 def spans(inputs, context):
@@ -346,17 +335,17 @@ def test_a_modules_span_is_inside_the_clients() -> None:
     pytest.importorskip("opentelemetry.sdk")
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    with RawClient(program("import functools\n" + TRACED)) as client:
+    with RawClient(program(TRACED)) as client:
         client.initialize()
         for name in ("t.sync", "t.later"):
             answer = client.request("tools/call", {"name": name, "arguments": {"pin": SECRET_TEXT}, "_meta": meta})
-        told = client.request("tools/call", {"name": "t.spans", "arguments": {}})["result"]["content"][0]["text"]
-        assert answer["result"]["isError"]
-    spans = {span["name"]: span for span in json.loads(told)["spans"]}
+            assert answer["result"]["isError"]
+        told = client.request("tools/call", {"name": "t.spans"})["result"]["structuredContent"]
+    spans = {span["name"]: span for span in told["spans"]}
     by_id = {span["context"]["span_id"]: span for span in spans.values()}
     for name in ("sync", "later"):
         assert spans[name]["context"]["trace_id"] == f"0x{trace}"
         assert by_id[spans[name]["parent_id"]]["name"] == f"tools/call t.{name}"
-    own = spans.pop("later")  # what a module's own span says of its own exception is the module's affair
-    assert SECRET_TEXT in json.dumps(own)
+        # What a module's own span says of its own exception is the module's affair.
+        assert SECRET_TEXT in json.dumps(spans.pop(name))
     assert SECRET_TEXT not in json.dumps([*spans.values()])

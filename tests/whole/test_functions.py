@@ -572,6 +572,19 @@ async def test_a_dict_and_a_model_stay_results_of_their_own(hint: Any, value: An
     assert await answer(registry_of_functions(returning(hint, value)), "give") == expected
 
 
+@pytest.mark.parametrize(("hint", "value", "expected"), [
+    (None, None, {}),
+    (dict, {"a": 1}, {"a": 1}),
+    (Item, Item(name="a"), SENT),
+    (Item | None, Item(name="a"), {"result": SENT}),
+], ids=str)  # fmt: skip
+async def test_another_module_gets_what_apcore_promises(hint: Any, value: Any, expected: Any) -> None:
+    async def relay(ctx: Context) -> dict[str, Any]:
+        return await ctx.executor.call_async("f.give", {}, ctx)
+
+    assert await answer(registry_of_functions(returning(hint, value), relay), "relay") == expected
+
+
 @pytest.mark.parametrize("hint", [Secret | None, list[Secret] | Secret, Secret], ids=str)
 async def test_what_a_result_marks_is_hidden_from_clients_and_hooks(hint: Any) -> None:
     hook = Hook()
