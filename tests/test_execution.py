@@ -186,23 +186,32 @@ async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: pytest.
 
 
 async def test_nothing_is_kept_of_a_module_that_is_gone() -> None:
+    class Output(dict[str, Any]):
+        """Unlike a dict, one can ask whether it is still there."""
+
     class Gone(FunctionalModule):
         def __init__(self) -> None:
             self.model = create_model("Gone", n=(int, ...))
             super().__init__(self.run, input_schema=self.model, output_schema=self.model)
 
         def run(self, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            return inputs
+            output = Output(inputs)
+            kept.append(weakref.ref(output))
+            return output
 
     registry = registry_of({"gone": Gone()})
-    kept = [weakref.ref(registry.get("gone")), weakref.ref(registry.get("gone").model)]
+    kept: list[weakref.ref[Any]] = [weakref.ref(registry.get("gone")), weakref.ref(registry.get("gone").model)]
+
+    def all_are_gone() -> bool:
+        gc.collect()
+        return not any(reference() for reference in kept)
+
     # The timer of a limit, though it is cancelled, would keep what it was set in.
     async with connect(Executor(registry, config=WITHOUT_LIMIT)) as client, asyncio.timeout(30):
         assert (await client.call_tool("gone", {"n": 1})).structured_content == {"n": 1}
         registry.unregister("gone")
         await client.list_tools()  # from here on the list is another
-        gone = lambda: gc.collect() is not None and not any(reference() for reference in kept)  # noqa: E731
-        await asyncio.to_thread(until, gone, 10)
+        await asyncio.to_thread(until, all_are_gone, 10)
 
 
 def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCaptureFixture) -> None:
@@ -545,9 +554,9 @@ async def test_an_executor_is_as_it_was_after_its_servers() -> None:
     described = Described()
     model = described.model(n=(int, ...))
     executor = Executor(registry_of({"echo": FunctionalModule(echo, input_schema=model, output_schema=model)}))
+    steps = executor.current_strategy.steps[:]
     async with connect(executor) as first:
         assert (await first.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
-    steps = executor.current_strategy.steps[:]
     async with connect(executor) as second:
         async with connect(executor) as third:
             assert (await third.call_tool("echo", {"n": 3})).structured_content == {"n": 3}
@@ -556,8 +565,7 @@ async def test_an_executor_is_as_it_was_after_its_servers() -> None:
         assert described.times == times
         assert await executor.call_async("echo", {"n": 0}) == {"n": 0}
         assert described.times == times + 3
-    assert executor.current_strategy.steps == steps, "no server puts its steps upon another's"
-    assert executor.current_strategy.step_names() == Executor(executor.registry).current_strategy.step_names()
+    assert executor.current_strategy.steps == steps
     assert executor.validate("echo", {"n": 1}).valid
 
 
