@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from apcore import Config, Executor, ModuleAnnotations
+from apcore import Config, Executor, Identity, ModuleAnnotations
 from apcore.errors import ACLDeniedError
 from conftest import (
     HANDSHAKE,
@@ -45,6 +45,8 @@ from support import (
 )
 
 from apcore_mcp import elicit, report_progress
+from apcore_mcp.client import NO_CLIENT
+from apcore_mcp.conversation import Conversation, WaitingRoom
 
 WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 
@@ -341,19 +343,34 @@ async def test_waiting_handshake_calls_count_against_the_bytes() -> None:
 
 
 async def test_of_a_hundred_parked_calls_one_more_is_refused() -> None:
-    ended = threading.Event()
+    """One that has ended meanwhile keeps its place for its retry."""
+    ended, timed_out = threading.Event(), threading.Event()
+    hasty = FunctionalModule(asking_module(timed_out), resources={"timeout": 50})
+    modules = {"ask": asking_module(ended, None), "hasty": hasty}
     # apcore's own limits could run out while so many are asked.
-    executor = Executor(registry_of({"ask": asking_module(ended, None)}), config=WITHOUT_LIMIT)
-    async with wired(executor) as wire:
-        states = [(await wire.question("ask", {"n": number}))[2] for number in range(100)]
+    async with wired(Executor(registry_of(modules), config=WITHOUT_LIMIT)) as wire:
+        states = [(await wire.question("ask", {"n": number}))[2] for number in range(99)]
+        await wire.question("hasty")
+        assert await asyncio.to_thread(timed_out.wait, 10)
         with pytest.raises(MCPError, match="Too many calls"):
             await wire.call("ask", {"n": 100})
         assert await asyncio.to_thread(ended.wait, 10)
-        for number in (7, 99, 0):  # in whatever order
+        for number in (7, 98, 0):  # in whatever order
             answer = {"request_state": states[number], "input_responses": {"name": accept()}}
             result = await wire.call("ask", {"n": number}, **answer)
             assert result.structured_content == {"n": number, "answer": {}}
         await wire.question("ask", {"n": 101})
+
+
+async def test_a_state_is_its_callers_alone() -> None:
+    """Also where nothing else binds it to its caller."""
+    room, ann = WaitingRoom(), Identity("ann")
+    for caller, others in ((ann, [None, Identity("eve")]), (None, [ann])):
+        state = room.park(Conversation("ask", {}, caller, NO_CLIENT, room))["requestState"]
+        for other in others:
+            with pytest.raises(MCPError, match="Invalid or expired"):
+                room.resume(state, other, NO_CLIENT, {})
+        assert room.resume(state, caller, NO_CLIENT, {}).caller is caller
 
 
 async def test_a_parked_call_keeps_no_meta() -> None:
