@@ -395,6 +395,23 @@ def noting() -> tuple[Any, list[tuple[float, float | None, str | None]]]:
     return note, told
 
 
+async def start_call(client: Client, module_id: str) -> asyncio.Task[CallToolResult]:
+    """A call of a module that reports progress once it runs."""
+    running = asyncio.Event()
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        running.set()
+
+    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
+    await running.wait()
+    return call
+
+
+async def cancel_call(call: asyncio.Task[Any]) -> None:
+    call.cancel()
+    await asyncio.wait({call})
+
+
 def clog(url: str, tool: str = "big") -> socket.socket:
     """An SSE client that has asked for the 8 MB of `tool` and stopped reading after the first of them."""
     address = httpx.URL(url)

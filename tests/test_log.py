@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor, Identity, ModuleError
 from conftest import FunctionalModule, RawClient, client_of, connect, echo, free_port, program, registry_of, serving
-from support import SECRET_TEXT, run
+from support import SECRET_TEXT, SECRETIVE, cancel_call, run, stage, start_call
 
 from apcore_mcp import log, run_openai_call
 
@@ -70,21 +68,15 @@ def test_an_unread_log_holds_up_no_call(failing: list[str]) -> None:
 
 
 @linux_only
-@pytest.mark.parametrize("is_program", [False, True], ids=["command line", "serve"])
-def test_an_unread_log_holds_up_no_end(failing: list[str], is_program: bool) -> None:
+def test_an_unread_log_holds_up_no_end() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [*failing, "--transport=streamable-http", f"--port={port}"]
-    if is_program:
-        command = program(f"serve(registry, transport='streamable-http', port={port}, log_level='INFO')")
-    with (
-        RawClient(command) as server,
-        httpx.Client(trust_env=False) as client,
-    ):
+    serving = program(f"serve(registry, transport='streamable-http', port={port}, log_level='INFO')")
+    with RawClient(serving) as server, httpx.Client(trust_env=False) as client:
         while b"server started" not in server.process.stderr.readline():
             pass
         make_small(server.process.stderr)
-        for _ in range(400):  # each is a line of the log
+        for _ in range(100):  # each is a line of the log
             assert client.post(f"{url}/mcp", headers={"Origin": "http://evil.example"}, json={}).status_code == 403
         assert client.get(f"{url}/health").status_code == 200
         server.process.terminate()
@@ -104,29 +96,17 @@ def test_lines_beyond_the_bound_are_dropped() -> None:
     assert 1_000 <= len(lines) < 1_200
 
 
-@linux_only
-def test_the_end_waits_a_second_at_most() -> None:
-    with RawClient(logging_program("for n in range(500): logging.warning('line %d', n)")) as writer:
-        make_small(writer.process.stderr)
-        assert writer.process.wait(15) == 0
-
-
 def test_what_was_logged_is_written_at_the_end(failing: list[str]) -> None:
+    """And a process that a module forks writes its own lines."""
     with RawClient(failing) as client:
         client.initialize()
         for _ in range(30):
             client.request("tools/call", {"name": "t.fail"})
+        forks = sys.platform != "win32" and client.request("tools/call", {"name": "t.forked"})
         status, stderr = client.end()
     assert status == 0
     assert stderr.count(b"ERROR: Tool call error: t.fail - LookupError: of the module") == 30
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_a_forked_process_writes_its_own_lines(failing: list[str]) -> None:
-    with RawClient(failing) as client:
-        client.initialize()
-        assert not client.request("tools/call", {"name": "t.forked"})["result"]["isError"]
-        assert b"WARNING: by the child\n" in client.end()[1]
+    assert not forks or b"WARNING: by the child\n" in stderr
 
 
 def test_an_error_at_the_start_is_the_last_line(tmp_path: Path) -> None:
@@ -146,38 +126,51 @@ def logging_program(text: str) -> list[str]:
     return [sys.executable, "-c", f"import logging\nfrom apcore_mcp import log\nlog.log_to_stderr()\n{text}"]
 
 
-def lines_of(text: str) -> list[str]:
-    """What a program writes that sets up our log and runs `text`."""
+def test_each_record_is_a_line_whoever_logs_it() -> None:
+    """One whose arguments do not fit is lost."""
+    text = "logging.raiseExceptions = False; logging.warning('%d', 'x')\n"
+    text += "logging.getLogger('opentelemetry.trace').warning('%s', 'a\\nERROR: b')"
     with RawClient(logging_program(text)) as writer:
         _, stderr = writer.end()
-    return [line.partition(": ")[2] if line[:2] == "20" else line for line in stderr.decode().split("\n")[:-1]]
+    (line,) = stderr.decode().splitlines()
+    assert line.endswith(r"WARNING: a\nERROR: b")
 
 
-def test_a_record_is_one_line_whoever_logs_it() -> None:
-    """OpenTelemetry quotes the `tracestate` of a client."""
-    forged = "a\\nERROR: b\\r\\u2028\\x1b[2J\\ud800"
-    assert lines_of(f"logging.getLogger('opentelemetry.trace').warning('invalid: %s', '{forged}')") == [
-        r"invalid: a\nERROR: b\r\u2028\x1b[2J\ud800"
-    ]
-    (line,) = lines_of("logging.warning('x' * 3_900_000)")
-    assert 9_900 < len(line) < 10_000
+LINES = {
+    "a\nb\r\u2028\x1b[2J\ud800": r"a\nb\r\u2028\x1b[2J\ud800",
+    "\u202eab": r"\u202eab",
+    "é'\"\\": "é'\"\\",
+    "x" * 9: "xxxxx",
+    "abc\n": r"abc\n",
+    "abcd\n": "abcd\\",
+}
+
+
+def test_one_line_escapes_and_cuts() -> None:
+    for text, line in LINES.items():
+        assert log.one_line(text, len(line)) == line
+    assert log.one_line("é\n" * 99) == r"é\n" * 99
+
+
+def formatted(error: Exception | None, message: str) -> list[str]:
+    """The lines of a record."""
+    exc_info = error and (type(error), error, error.__traceback__)
+    record = logging.LogRecord("any", logging.ERROR, "any.py", 1, message, (), exc_info)
+    return log.Formatter("%(levelname)s: %(message)s").format(record).split("\n")
+
+
+def test_a_record_is_cut() -> None:
+    (line,) = formatted(None, "x" * 3_900_000)
+    assert len(line) == 10_000
 
 
 def test_a_traceback_is_indented_escaped_and_cut() -> None:
-    raising = "try: raise LookupError({})\nexcept LookupError: logging.exception('it failed')"
-    first, *traceback = lines_of(raising.format("'a\\nERROR: b\\x1b' + 'x' * 500"))
-    assert (first, traceback[0]) == ("it failed", "  Traceback (most recent call last):")
-    assert traceback[-2] == "  LookupError: a"
-    assert traceback[-1] == ("  ERROR: b\\x1b" + "x" * 500)[:252]
-    first, *traceback = lines_of(raising.format("'\\n'.join(map(str, range(300)))"))
+    first, *traceback = formatted(LookupError("a\nERROR: b\x1b" + "x" * 500), "it failed")
+    assert (first, traceback[0]) == ("ERROR: it failed", "  LookupError: a")
+    assert traceback[1] == ("  ERROR: b\\x1b" + "x" * 500)[:252]
+    first, *traceback = formatted(LookupError("\n".join(map(str, range(300)))), "it failed")
     assert len(traceback) == 81
-    assert (traceback[0], traceback[-1]) == ("  Traceback (most recent call last):", "  299")
-    assert " more lines ..." in traceback[40]
-
-
-def test_arguments_that_do_not_fit_cost_their_record() -> None:
-    told = lines_of("logging.raiseExceptions = False; logging.warning('%d', 'x'); logging.warning('next')")
-    assert told == ["next"]
+    assert traceback[::40] == ["  LookupError: 0", "  ... 220 more lines ...", "  299"]
 
 
 def test_a_log_of_the_programs_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +209,9 @@ def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     raise ModuleError("OUT_OF_STOCK", "no more")
 
 
-async def test_access_each_call_that_ends_is_a_line(mode: str, access: Any) -> None:
+async def test_access_each_call_that_ends_is_a_line(mode: str, access: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Those of `search_tools` too, and of a tool that there is not; one through `call_tool` is that tool's."""
-    token = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
-    marked = FunctionalModule(echo, input_schema=token, output_schema=token)
+    marked = FunctionalModule(echo, input_schema=SECRETIVE, output_schema=SECRETIVE)
     modules = {"t.echo": echo, "t.fail": fail, "t.marked": marked, "door.open": echo}
     acl = ACL([ACLRule(callers=["@external"], targets=["t.*"], effect="allow")], default_effect="deny")
     executor = Executor(registry_of(modules), acl=acl)
@@ -237,17 +229,22 @@ async def test_access_each_call_that_ends_is_a_line(mode: str, access: Any) -> N
             ("call_tool", {}, "call_tool", "SCHEMA_VALIDATION_ERROR"),
             ("call_tool", through, "t.echo", "ok"),
         ):
-            before = len(access())
+            caplog.clear()
             await client.call_tool(name, arguments)
-            (record,) = access()[before:]
+            (record,) = access()
             assert facts(record) == (tool, "", outcome)
             assert SECRET_TEXT not in repr(vars(record))
+            errors = [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+            assert all(record.trace_id in error for error in errors)
+            assert (outcome == "ok") == (errors == [])
 
 
-async def test_access_is_off_unless_asked_for(access: Any) -> None:
-    async with connect({"t.echo": echo}) as client:
+@pytest.mark.parametrize("options", [{}, {"access_log": True}], ids=["by default", "for a log of warnings"])
+async def test_access_is_off(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING if options else logging.INFO, logger="apcore_mcp")
+    async with connect({"t.echo": echo}, **options) as client:
         await client.call_tool("t.echo")
-    assert access() == []
+    assert [record for record in caplog.records if record.name == "apcore_mcp.access"] == []
 
 
 async def test_access_names_the_caller_as_json_has_it(access: Any) -> None:
@@ -275,46 +272,17 @@ async def test_access_names_the_caller_as_json_has_it(access: Any) -> None:
             assert len(access()[-1].getMessage().splitlines()) == 1
 
 
-async def test_access_of_calls_from_the_explorer(access: Any) -> None:
+def test_access_of_calls_from_the_explorer(access: Any) -> None:
     with serving(registry_of({"t.echo": echo}), explorer=True, allow_execute=True, access_log=True) as url:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            for name in ("t.echo", "nope"):
-                await client.post(f"{url}/explorer/tools/{name}/call", json={})
+        for name in ("t.echo", "nope"):
+            httpx.post(f"{url}/explorer/tools/{name}/call", json={}, trust_env=False)
     assert [*map(facts, access())] == [("t.echo", "", "ok"), ("nope", "", "MODULE_NOT_FOUND")]
 
 
 async def test_access_of_a_call_that_is_cancelled(access: Any) -> None:
-    entered = threading.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        entered.set()
-        await asyncio.Event().wait()
-        return {}
-
-    with serving(registry_of({"t.wait": wait}), access_log=True) as url:
-        async with client_of(url) as client:
-            calling = asyncio.create_task(client.call_tool("t.wait"))
-            assert await asyncio.to_thread(entered.wait, 10)
-            calling.cancel()
-            await asyncio.wait({calling})
-    assert [*map(facts, access())] == [("t.wait", "", "EXECUTION_CANCELLED")]
-
-
-async def test_access_and_error_lines_name_the_same_trace(access: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async with connect({"t.fail": fail}, access_log=True) as client:
-        for name in ("t.fail", "nope"):
-            caplog.clear()
-            await client.call_tool(name)
-            (record,) = access()
-            (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-            assert record.trace_id in error.getMessage()
-
-
-async def test_access_is_off_where_the_log_is_for_warnings(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="apcore_mcp")
-    async with connect({"t.echo": echo}, access_log=True) as client:
-        await client.call_tool("t.echo")
-    assert caplog.records == []
+    async with connect(stage(), access_log=True) as client:
+        await cancel_call(await start_call(client, "wait"))
+    assert [*map(facts, access())] == [("wait", "", "EXECUTION_CANCELLED")]
 
 
 async def test_the_trace_is_that_of_the_open_span(caplog: pytest.LogCaptureFixture) -> None:
@@ -330,6 +298,7 @@ async def test_the_trace_is_that_of_the_open_span(caplog: pytest.LogCaptureFixtu
 # ---- OpenTelemetry ----
 
 TRACED = """
+import functools
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -341,15 +310,17 @@ provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
 MARKED = {"type": "object", "properties": {"pin": {"type": "string", "x-sensitive": True}}}
 
+def fail(name, pin):
+    with trace.get_tracer("shop").start_as_current_span(name):
+        raise LookupError(pin)
+
 @functools.partial(tool, input_schema=MARKED)
 def sync(inputs, context):
-    with trace.get_tracer("shop").start_as_current_span("sync"):
-        return {"trace": context.trace_id}
+    fail("sync", inputs["pin"])
 
 @functools.partial(tool, input_schema=MARKED)
 async def later(inputs, context):
-    with trace.get_tracer("shop").start_as_current_span("later"):
-        raise LookupError(inputs["pin"])
+    fail("later", inputs["pin"])
 
 @tool
 def spans(inputs, context):
@@ -364,17 +335,17 @@ def test_a_modules_span_is_inside_the_clients() -> None:
     pytest.importorskip("opentelemetry.sdk")
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    with RawClient(program("import functools\n" + TRACED)) as client:
+    with RawClient(program(TRACED)) as client:
         client.initialize()
         for name in ("t.sync", "t.later"):
             answer = client.request("tools/call", {"name": name, "arguments": {"pin": SECRET_TEXT}, "_meta": meta})
-        told = client.request("tools/call", {"name": "t.spans", "arguments": {}})["result"]["content"][0]["text"]
-        assert answer["result"]["isError"]
-    spans = {span["name"]: span for span in json.loads(told)["spans"]}
+            assert answer["result"]["isError"]
+        told = client.request("tools/call", {"name": "t.spans"})["result"]["structuredContent"]
+    spans = {span["name"]: span for span in told["spans"]}
     by_id = {span["context"]["span_id"]: span for span in spans.values()}
     for name in ("sync", "later"):
         assert spans[name]["context"]["trace_id"] == f"0x{trace}"
         assert by_id[spans[name]["parent_id"]]["name"] == f"tools/call t.{name}"
-    own = spans.pop("later")  # what a module's own span says of its own exception is the module's affair
-    assert SECRET_TEXT in json.dumps(own)
+        # What a module's own span says of its own exception is the module's affair.
+        assert SECRET_TEXT in json.dumps(spans.pop(name))
     assert SECRET_TEXT not in json.dumps([*spans.values()])

@@ -12,7 +12,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
@@ -24,26 +24,21 @@ import pytest
 from apcore import Executor, FunctionModule, Middleware, Registry
 from apcore.context import Context
 from apcore.decorator import module
-from apcore.errors import ModuleError, ModuleExecuteError, SchemaValidationError
+from apcore.errors import ModuleError, SchemaValidationError
 from apcore.utils.redaction import REDACTED_VALUE
-from conftest import HANDSHAKE, MODERN, connect
+from conftest import connect, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import (
     AfterValidator,
     AliasChoices,
     AliasPath,
-    Base64Bytes,
     BaseModel,
-    ConfigDict,
     Field,
     RootModel,
-    StringConstraints,
-    computed_field,
     create_model,
     model_validator,
-    validate_call,
 )
-from support import SECRET_TEXT, accept, asking, text_of
+from support import SECRET_TEXT, accept, asking, listed, text_of
 from typing_extensions import TypedDict
 
 from apcore_mcp import async_serve, discover, run_openai_call
@@ -59,10 +54,6 @@ class Color(enum.Enum):
 
 class Tone(enum.StrEnum):
     DARK = "dark"
-
-
-class Level(enum.IntEnum):
-    LOW = 1
 
 
 class Item(BaseModel):
@@ -95,19 +86,6 @@ class Point:
     day: date | None = None
 
 
-class Odd(BaseModel):
-    """What it dumps, it does not take."""
-
-    model_config = ConfigDict(extra="forbid")
-    number: int = Field(alias="no")
-    point: Point
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def twice(self) -> int:
-        return 2 * self.number
-
-
 class Row(TypedDict, total=False):
     day: date
     share: float
@@ -119,16 +97,11 @@ class Pair(NamedTuple):
 
 
 Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
-Shout = Annotated[str, AfterValidator(str.upper)]
-Stripped = Annotated[str, StringConstraints(strip_whitespace=True)]
-UserId = NewType("UserId", int)
 
 
-def registry_of_functions(*functions: Callable[..., Any], prefix: str = "f") -> Registry:
-    registry = Registry()
-    for function in functions:
-        registry.register(f"{prefix}.{function.__name__}", FunctionModule(function, f"{prefix}.{function.__name__}"))
-    return registry
+def registry_of_functions(*functions: Any, **named: Any) -> Registry:
+    named |= {function.__name__: function for function in functions}
+    return registry_of({f"f.{name}": FunctionModule(function, f"f.{name}") for name, function in named.items()})
 
 
 async def answer(source: Any, name: str, **arguments: Any) -> Any:
@@ -150,23 +123,18 @@ def hinted(hint: Any) -> Callable[..., Any]:
 
 HINTS: list[tuple[Any, Any, Any]] = [
     (date, ISO, DAY),
-    (datetime, "2026-02-03T10:00:00+02:00", datetime(2026, 2, 3, 10, tzinfo=timezone(timedelta(hours=2)))),
-    (time, "10:00:00", time(10)),
+    (datetime, "2026-02-03T10:00:00", datetime(2026, 2, 3, 10)),
     (timedelta, "PT90S", timedelta(seconds=90)),
     (UUID, str(UUID(int=7)), UUID(int=7)),
     (Decimal, 1.1, Decimal("1.1")),
     (Decimal, "1.10", Decimal("1.10")),
     (Color, "red", Color.RED),
     (Tone, "dark", Tone.DARK),
-    (Level, 1, Level.LOW),
     (set[int], [1, 1, 2], {1, 2}),
-    (frozenset[str], ["a", "a"], frozenset("a")),
     (tuple[int, date], [1, ISO], (1, DAY)),
-    (tuple[float, ...], [1, 2], (1.0, 2.0)),
     (Path, "/tmp", Path("/tmp")),
     (bytes, "abc", b"abc"),
     (float, 2, 2.0),
-    (complex, "1+2j", 1 + 2j),
     (Item, {"name": "a", "day": ISO}, Item(name="a", day=DAY)),
     (Pet, {"kind": "dog", "weight": 3}, Dog(kind="dog", weight=3.0)),
     (Cat | Dog, {"kind": "cat", "born": ISO}, Cat(kind="cat", born=DAY)),
@@ -174,62 +142,37 @@ HINTS: list[tuple[Any, Any, Any]] = [
     (Point, {"x": 1, "day": ISO}, Point(1.0, DAY)),
     (Row, {"day": ISO, "share": 1}, {"day": DAY, "share": 1.0}),
     (Pair, [1, ISO], Pair(1, DAY)),
-    (UserId, 3, 3),
-    (Shout, "abc", "ABC"),
-    (Stripped, " a ", "a"),
+    (NewType("UserId", int), 3, 3),
+    (Annotated[str, AfterValidator(str.upper)], "abc", "ABC"),
     (date | None, ISO, DAY),
-    (Color | None, None, None),
-    (list[date], [ISO], [DAY]),
+    (date | None, None, None),
     (list[Item], [{"name": "a"}], [Item(name="a")]),
-    (dict[str, Decimal], {"a": 2}, {"a": Decimal(2)}),
     (dict[int, date], {"1": ISO}, {1: DAY}),
-    (dict[Color, float], {"red": 1}, {Color.RED: 1.0}),
     (list[dict[str, set[int]]] | None, [{"a": [1, 1]}], [{"a": {1}}]),
-    (Mapping[str, date], {"a": ISO}, {"a": DAY}),
     (Sequence[float], [1], [1.0]),
     (Annotated[date, Field(description="A day.")], ISO, DAY),
-    (Annotated[list[Annotated[date, Field()]], Field(min_length=1)], [ISO], [DAY]),
-    (str | date, ISO, ISO),  # pydantic's own choice
     (Any, {"a": [1, ISO]}, {"a": [1, ISO]}),
     (dict, {"a": 1}, {"a": 1}),
-    (dict[str, list[Any]], {"a": [1]}, {"a": [1]}),
-    (Literal["a", 1], 1, 1),
 ]
 """A hint, what a client sends, and what the function gets."""
-
-
-def leaves(value: Any) -> list[type]:
-    """The types of a value and of all that is in it, as `2 == 2.0`."""
-    parts: Any = ()
-    if isinstance(value, BaseModel) or hasattr(value, "__dataclass_fields__"):
-        parts = vars(value).values()
-    elif isinstance(value, Mapping):
-        parts = [*value, *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    return [type(value), *(kind for part in parts for kind in leaves(part))]
 
 
 @pytest.mark.parametrize(("hint", "sent", "expected"), HINTS, ids=lambda value: str(value)[:40])
 async def test_a_function_gets_what_its_hint_says(hint: Any, sent: Any, expected: Any) -> None:
     function = hinted(hint)
     assert await answer(registry_of_functions(function), "keep", value=sent) == {}
-    (got,) = function.got  # type: ignore[attr-defined]
-    assert got == expected
-    if not isinstance(expected, datetime):  # pydantic has a class of its own for time zones
-        assert leaves(got) == leaves(expected)
+    assert repr(function.got) == repr([expected])  # type: ignore[attr-defined]
 
 
 WRONG: list[tuple[Any, Any]] = [
-    (int, "21"), (int, True), (float, "2"), (bool, "yes"), (bool, 1), (str, 7), (date, "tomorrow"),
-    (date, 0), (datetime, 1_700_000_000), (Color, "green"), (Level, 2), (set[int], [1, "2"]), (tuple[int, int], [1]),
-    (Item, {"day": ISO}), (Pet, {"kind": "cow"}), (Point, {"x": "1"}), (Row, {"day": "?"}), (list[date], [ISO, ""]),
-    (Annotated[int, Field(le=3)], 4), (timedelta, 5), (UUID, "7"), (date | None, ""),
+    (int, "21"), (int, True), (bool, "yes"), (str, 7), (date, "tomorrow"), (date, 0), (Color, "green"),
+    (set[int], [1, "2"]), (Item, {"day": ISO}), (Pet, {"kind": "cow"}), (Point, {"x": "1"}), (list[date], [ISO, ""]),
+    (Annotated[int, Field(le=3)], 4), (timedelta, 5), (date | None, ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("hint", "sent"), WRONG, ids=str)
-async def test_what_a_hint_does_not_say_is_refused_as_ever_and_reaches_no_function(hint: Any, sent: Any) -> None:
+async def test_what_a_hint_does_not_say_reaches_no_function(hint: Any, sent: Any) -> None:
     """Nothing is guessed."""
     function = hinted(hint)
     registry = registry_of_functions(function)
@@ -250,8 +193,8 @@ async def later(day: date) -> str:
     return repr(day)
 
 
-def by_name(*, day: date, share: float = 2) -> str:
-    return repr((day, share))
+def by_name(*, context: date, share: float = 2) -> str:
+    return repr((context, share))
 
 
 def open_ended(day: date, **more: Any) -> str:
@@ -260,14 +203,6 @@ def open_ended(day: date, **more: Any) -> str:
 
 def with_context(first: int, ctx: Context, day: date = DAY) -> str:
     return repr((first, type(ctx).__name__, ctx.redacted_inputs, day))
-
-
-def plain_with_context(word: str, here: Context, count: int = 3) -> str:
-    return repr((word, type(here).__name__, count))
-
-
-def no_context(context: date) -> str:
-    return repr(context)
 
 
 def own_defaults(day: date = "soon", days: list[date] = SHARED, share: float = 2) -> str:  # type: ignore[assignment]
@@ -279,16 +214,8 @@ _A_COUNT: Any = Field(3, ge=1)
 _SOME_DAYS: Any = Field(default_factory=lambda: ["a"])
 
 
-def models_defaults(
-    day: date = _A_DAY,
-    count: int = _A_COUNT,
-    days: list[str] = _SOME_DAYS,
-) -> str:
+def models_defaults(day: date = _A_DAY, count: int = _A_COUNT, days: list[str] = _SOME_DAYS) -> str:
     return repr((day, count, days))
-
-
-def alias(from_: Annotated[str, Field(alias="from")], until: Annotated[date, Field(alias="to")] = DAY) -> str:
-    return repr((from_, until))
 
 
 def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: float = 2) -> str:
@@ -316,48 +243,26 @@ async def awaited(day: date) -> str:
     return repr(day)
 
 
-@traced
-def wrapped(day: date) -> str:
-    return repr(day)
-
-
-@validate_call
-def validated(day: date, item: Item) -> str:
-    return repr((day, item))
-
-
-@validate_call
-async def validated_later(day: date) -> str:
-    return repr(day)
-
-
 FORMS: list[tuple[Any, dict[str, Any], Any]] = [
     (later, {"day": ISO}, DAY),
-    (by_name, {"day": ISO}, (DAY, 2)),
-    (by_name, {"day": ISO, "share": 3}, (DAY, 3.0)),
+    (by_name, {"context": ISO}, (DAY, 2)),
+    (by_name, {"context": ISO, "share": 3}, (DAY, 3.0)),
     (open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})),
     (with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)),
-    (plain_with_context, {"word": "a"}, ("a", "Context", 3)),
-    (no_context, {"context": ISO}, DAY),
     (own_defaults, {}, ("soon", True, 2)),
     (models_defaults, {}, (DAY, 3, ["a"])),
     (models_defaults, {"day": ISO, "days": []}, (DAY, 3, [])),
-    (alias, {"from": "here"}, ("here", DAY)),
-    (alias, {"from": "here", "to": ISO}, ("here", DAY)),
     (pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)),
     (choices, {"when": ISO, "until": "here"}, (DAY, "here", {})),
     (choices, {"opts": {"day": ISO}, "more": 1}, (DAY, "there", {"more": 1})),
     (awaited, {"day": ISO}, DAY),
-    (wrapped, {"day": ISO}, DAY),
-    (validated, {"day": ISO, "item": {"name": "a"}}, (DAY, Item(name="a"))),
-    (validated_later, {"day": ISO}, DAY),
 ]
 """A function, what is sent, and what it got, as `repr` writes it."""
 
 
 @pytest.mark.filterwarnings("ignore:Field name")
 @pytest.mark.parametrize(("function", "sent", "expected"), FORMS, ids=lambda value: getattr(value, "__name__", ""))
-async def test_whatever_form_a_function_has_its_hints_hold(function: Any, sent: Any, expected: Any) -> None:
+async def test_hints_hold_in_every_form_of_function(function: Any, sent: Any, expected: Any) -> None:
     registry = registry_of_functions(function)
     assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}
     assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}  # nothing is used up
@@ -379,7 +284,7 @@ class Clinic:
         return day == DAY
 
 
-async def test_hints_hold_at_every_door_and_wherever_the_function_comes_from(tmp_path: Path) -> None:
+async def test_hints_hold_at_every_door(tmp_path: Path) -> None:
     """A file's `@module`, one by hand, `module(f, id=...)`, and bindings of a function and of a class's method."""
     (tmp_path / "clinic_days.py").write_text(CLINIC)
     (tmp_path / "own.py").write_text(CLINIC + DECORATED)
@@ -393,14 +298,11 @@ async def test_hints_hold_at_every_door_and_wherever_the_function_comes_from(tmp
     registry.register("f.called", module(Clinic().is_day, id="f.called"))
     registry.register("f.on_instance", module(id="f.on_instance")(Clinic().is_day).apcore_module)
     names = ["bound", "by_hand", "called", "decorated", "method", "on_instance"]
-    for mode in (HANDSHAKE, MODERN):
-        async with connect(registry, mode=mode) as client:
-            assert [tool.name for tool in (await client.list_tools()).tools] == [f"f.{name}" for name in names]
-            for name in names:
-                result = await client.call_tool(f"f.{name}", {"day": ISO})
-                assert (result.structured_content, text_of(result)) == ({"result": True}, '{"result":true}'), name
-    for name in names:
-        assert await answer(registry, name, day=ISO) == {"result": True}
+    async with connect(registry) as client:
+        assert await listed(client) == [f"f.{name}" for name in names]
+        for name in names:
+            assert (await client.call_tool(f"f.{name}", {"day": ISO})).structured_content == {"result": True}, name
+            assert await answer(registry, name, day=ISO) == {"result": True}
     async with async_serve(registry, explorer=True, allow_execute=True) as app:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as page:
@@ -412,47 +314,36 @@ async def test_hints_hold_at_every_door_and_wherever_the_function_comes_from(tmp
 # ---- Other modules ----
 
 PASSED: list[tuple[Any, Any, Any]] = [
-    (date, ISO, DAY),
-    (date, DAY, DAY),
-    (set[int], {1, 2}, {1, 2}),
     (set[int], (1, 1), {1}),
-    (Color, Color.RED, Color.RED),
-    (Tone, Tone.DARK, Tone.DARK),
     (str, Tone.DARK, "dark"),
-    (Level, Level.LOW, Level.LOW),
-    (Decimal, Decimal("1.1"), Decimal("1.1")),
-    (Item, Item(name="a"), Item(name="a")),
-    (Item, {"name": "a", "day": ISO}, Item(name="a", day=DAY)),
     (Item, {"name": "a", "day": DAY, "color": Color.BLUE}, Item(name="a", day=DAY, color=Color.BLUE)),
-    (Point, Point(1, DAY), Point(1, DAY)),
-    (list[date], [DAY], [DAY]),
-    (Pair, Pair(1, DAY), Pair(1, DAY)),
-    (bytes, b"a", b"a"),
-    (Path, Path("/tmp"), Path("/tmp")),
-    (date | None, None, None),
 ]
-"""A hint, what another module passes, and what the function gets."""
+PASSED += HINTS
+# Names that are no texts, apcore's own redaction does not read.
+PASSED += [(hint, passed, passed) for hint, _, passed in HINTS if hint != dict[int, date]]
+"""A hint, what another module passes, JSON's values or Python's, and what the function gets."""
 
 
-@pytest.mark.parametrize(("hint", "passed", "expected"), PASSED, ids=lambda value: str(value)[:40])
-async def test_a_function_that_another_module_calls_gets_the_same(hint: Any, passed: Any, expected: Any) -> None:
-    """It may pass JSON's values or Python's, and call with `call` or `call_async`, with its context or without."""
-    function = hinted(hint)
+async def test_a_function_that_another_module_calls_gets_the_same() -> None:
+    """By `call` or `call_async`, with the caller's context or without."""
+    functions = {f"n{number}": hinted(hint) for number, (hint, _, _) in enumerate(PASSED)}
 
     async def inner(ctx: Context) -> None:
-        await ctx.executor.call_async("f.keep", {"value": passed}, ctx)
-        await ctx.executor.call_async("f.keep", {"value": passed})
+        for number, (_, passed, _) in enumerate(PASSED):
+            await ctx.executor.call_async(f"f.n{number}", {"value": passed}, ctx)
+            await ctx.executor.call_async(f"f.n{number}", {"value": passed})
 
     def inner_sync(ctx: Context) -> None:
-        ctx.executor.call("f.keep", {"value": passed}, ctx)
+        for number, (_, passed, _) in enumerate(PASSED):
+            ctx.executor.call(f"f.n{number}", {"value": passed}, ctx)
 
-    executor = Executor(registry_of_functions(function, inner, inner_sync))
-    assert (await answer(executor, "inner"), await answer(executor, "inner_sync")) == ({}, {})
-    assert function.got == [expected] * 3  # type: ignore[attr-defined]
-    assert {type(got) for got in function.got} == {type(expected)}  # type: ignore[attr-defined]
+    registry = registry_of_functions(inner, inner_sync, **functions)
+    assert [await answer(registry, name) for name in ("inner", "inner_sync")] == [{}, {}]
+    for function, (hint, _, expected) in zip(functions.values(), PASSED, strict=True):
+        assert repr(function.got) == repr([expected] * 3), hint  # type: ignore[attr-defined]
 
 
-async def test_what_another_module_passes_wrongly_is_refused_in_apcores_words() -> None:
+async def test_what_another_module_passes_wrongly_is_refused() -> None:
     """With JSON's values beside Python's too, which apcore reads as Python's; and what the function does not take."""
     function = hinted(date)
     told = []
@@ -484,7 +375,7 @@ async def test_a_call_that_came_to_no_server_is_apcores_own() -> None:
         await executor.call_async("f.maybe", {})
 
 
-async def test_other_schemas_than_the_signatures_and_another_execute_mean_values_as_they_were_sent() -> None:
+async def test_by_other_schemas_a_function_gets_what_was_sent() -> None:
     def look(day: date) -> str:
         return repr(day)
 
@@ -501,13 +392,9 @@ async def test_other_schemas_than_the_signatures_and_another_execute_mean_values
 
     around = FunctionModule(look, "f.around")
     around.execute = traced(around.execute)
-    registry = Registry()
-    for name, made in {
-        "given": FunctionModule(look, "f.given", input_schema=Given),
-        "own": Own(),
-        "around": around,
-    }.items():
-        registry.register(f"f.{name}", made)
+    given = FunctionModule(look, "f.given", input_schema=Given)
+    registry = registry_of({"f.given": given, "f.own": Own(), "f.around": around})
+    for name in ("given", "own", "around"):
         assert await answer(registry, name, day=ISO) == {"result": repr(ISO)}, name
 
 
@@ -531,7 +418,7 @@ class Hook(Middleware):
         return {**output, "hooked": True}
 
 
-async def test_hooks_and_who_approves_see_what_was_sent_and_what_hooks_put_in_counts() -> None:
+async def test_hooks_and_who_approves_see_what_was_sent() -> None:
     function = hinted(date)
     hook = Hook()
     executor = Executor(registry_of_functions(function), middlewares=[hook])
@@ -542,10 +429,8 @@ async def test_hooks_and_who_approves_see_what_was_sent_and_what_hooks_put_in_co
         assert await answer(Executor(executor.registry, middlewares=[Hook(value=put)]), "keep", **sent)
     assert function.got == [DAY, date(2026, 2, 4), date(2026, 2, 4)]  # type: ignore[attr-defined]
     asked = FunctionModule(function, "f.asked", annotations={"requires_approval": True})
-    registry = Registry()
-    registry.register("f.asked", asked)
     arguments, questions = asking(accept(approve=True))
-    async with connect(registry, client=arguments, validate_inputs=True) as client:
+    async with connect({"f.asked": asked}, client=arguments, validate_inputs=True) as client:
         assert not (await client.call_tool("f.asked", {"value": ISO})).is_error
         assert (await client.call_tool("f.asked", {"value": "soon"})).is_error
     (question,) = questions
@@ -565,8 +450,7 @@ async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
 
     function, own = made()
     own.function = function
-    registry = Registry()
-    registry.register("f.keep", function.apcore_module)
+    registry = registry_of({"f.keep": function.apcore_module})
     assert await answer(registry, "keep", value={"name": "a"}) == {}
     kept = [weakref.ref(function), weakref.ref(own), weakref.ref(function.apcore_module)]
     registry.unregister("f.keep")
@@ -580,6 +464,7 @@ async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
 
 # ---- Results ----
 
+
 class Checked(BaseModel):
     day: date
 
@@ -588,39 +473,26 @@ class Checked(BaseModel):
         return self
 
 
-class Encoded(BaseModel):
-    data: Base64Bytes
-
-
+SENT = {"name": "a", "day": None, "color": "red"}
 RESULTS: list[tuple[Any, Any, Any]] = [
     (list[Checked], [{"day": ISO}], [{"day": ISO}]),
-    (Encoded | None, Encoded(data=b"YWI="), {"data": "YWI="}),
-    (Item | None, Item(name="a", day=DAY), {"name": "a", "day": ISO, "color": "red"}),
+    (Item | None, Item(name="a", day=DAY), {**SENT, "day": ISO}),
     (Item | None, None, None),
     (int | None, 3, 3),
-    (int | None, None, None),
-    (Item | str, Item(name="a"), {"name": "a", "day": None, "color": "red"}),
+    (Item | str, Item(name="a"), SENT),
     (Item | str, "none", "none"),
-    (Cat | Dog, Dog(kind="dog", weight=2), {"kind": "dog", "weight": 2.0}),
     (Pet, Cat(kind="cat", born=DAY), {"kind": "cat", "born": ISO}),
-    (dict | None, {"a": 1}, {"a": 1}),
     (dict | None, {}, {}),
     (dict | None, None, None),
-    (dict[str, Item] | None, {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}),
-    (list[Item] | None, None, None),
-    (list[Item], [Item(name="a")], [{"name": "a", "day": None, "color": "red"}]),
-    (Odd | None, Odd(no=2, point=Point(1)), {"no": 2, "point": {"x": 1, "day": None}, "twice": 4}),
+    (dict[str, Item] | None, {"a": Item(name="a")}, {"a": SENT}),
+    (list[Item], [Item(name="a")], [SENT]),
     (Any, None, None),
-    (Any, 1, 1),
     (Any, {"a": DAY}, {"a": ISO}),
-    (Any, Item(name="a"), {"name": "a", "day": None, "color": "red"}),
+    (Any, Item(name="a"), SENT),
     (Row, {"day": DAY, "share": 1.5}, {"day": ISO, "share": 1.5}),
     (Mapping[str, int], {"a": 1}, {"a": 1}),
     (Point, Point(1, DAY), {"x": 1, "day": ISO}),
-    (Pair, Pair(1, DAY), [1, ISO]),
     (date, DAY, ISO),
-    (Color, Color.RED, "red"),
-    (set[int], {1}, [1]),
     (float, 2, 2),
     (Annotated[Item | None, Field(description="Maybe.")], None, None),
 ]
@@ -640,12 +512,9 @@ def returning(hint: Any, value: Any, is_async: bool = False) -> Callable[..., An
     return function
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-async def test_a_result_is_what_the_hint_says_and_the_advertised_schema_accepts_it(is_async: bool) -> None:
-    registry = Registry()
-    for number, (hint, value, _) in enumerate(RESULTS):
-        registry.register(f"f.g{number}", FunctionModule(returning(hint, value, is_async), f"f.g{number}"))
-    async with connect(registry) as client:
+async def test_a_result_is_what_its_hint_and_the_promise_say() -> None:
+    functions = {f"g{n}": returning(hint, value, n % 2 > 0) for n, (hint, value, _) in enumerate(RESULTS)}
+    async with connect(registry_of_functions(**functions)) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         for number, (hint, _, sent) in enumerate(RESULTS):
             result = await client.call_tool(f"f.g{number}", {})
@@ -654,31 +523,51 @@ async def test_a_result_is_what_the_hint_says_and_the_advertised_schema_accepts_
             Draft202012Validator(tools[f"f.g{number}"].output_schema).validate(result.structured_content)
 
 
+class Settings(BaseModel):
+    since: date | None = None
+
+
 REFUSED: list[tuple[Any, Any]] = [
-    (int, None), (int, "1"), (Item, None), (Item, {"day": DAY}), (Item | None, 5), (Item | str, 5), (Cat | Dog, None),
-    (Cat | Dog, {"kind": "cow"}), (dict | None, [1]), (list[Item], None), (date, None), (Row, {"day": 1}),
+    (int, None), (int, "1"), (Item, {"day": DAY}), (Item | None, 5), (Cat | Dog, None), (dict | None, [1]),
+    (list[Item], None), (Row, {"day": 1}),
+    (dict, None), (dict[str, int], None), (Settings, None),  # though an empty dict would fit
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("hint", "value"), REFUSED, ids=str)
-async def test_a_function_that_forgets_its_return_or_returns_another_type_is_refused(hint: Any, value: Any) -> None:
+async def test_a_forgotten_return_or_another_type_is_refused(hint: Any, value: Any) -> None:
     text = await answer(registry_of_functions(returning(hint, value)), "give")
-    assert text.startswith("Output validation failed")
+    assert text.startswith("Output validation failed (the tool has run)")
 
 
 @pytest.mark.parametrize(("hint", "value", "expected"), [
-    pytest.param(None, None, {}, id="nothing"),
-    pytest.param(dict, {"a": 1}, {"a": 1}, id="dict"),
-    pytest.param(dict[str, Item], {"a": Item(name="b")}, {"a": {"name": "b", "day": None, "color": "red"}}, id="maps"),
-    pytest.param(Item, Item(name="a"), {"name": "a", "day": None, "color": "red"}, id="model"),
-    pytest.param(Item, {"name": "a"}, {"name": "a", "day": None, "color": "red"}, id="model-as-dict"),
-])  # fmt: skip
+    (None, None, {}),
+    (dict, {"a": 1}, {"a": 1}),
+    (dict[str, Item], {"a": Item(name="a")}, {"a": SENT}),
+    (dict[int, str], {1: "a"}, {"1": "a"}),
+    (dict[Any, str], {1: "a"}, {"1": "a"}),
+    (Item, Item(name="a"), SENT),
+    (Item, {"name": "a"}, SENT),
+], ids=str)  # fmt: skip
 async def test_a_dict_and_a_model_stay_results_of_their_own(hint: Any, value: Any, expected: Any) -> None:
     assert await answer(registry_of_functions(returning(hint, value)), "give") == expected
 
 
-@pytest.mark.parametrize("hint", [Secret | None, Secret | str, list[Secret] | Secret, Secret], ids=str)
-async def test_what_a_result_marks_is_hidden_from_clients_and_from_hooks(hint: Any) -> None:
+@pytest.mark.parametrize(("hint", "value", "expected"), [
+    (None, None, {}),
+    (dict, {"a": 1}, {"a": 1}),
+    (Item, Item(name="a"), SENT),
+    (Item | None, Item(name="a"), {"result": SENT}),
+], ids=str)  # fmt: skip
+async def test_another_module_gets_what_apcore_promises(hint: Any, value: Any, expected: Any) -> None:
+    async def relay(ctx: Context) -> dict[str, Any]:
+        return await ctx.executor.call_async("f.give", {}, ctx)
+
+    assert await answer(registry_of_functions(returning(hint, value), relay), "relay") == expected
+
+
+@pytest.mark.parametrize("hint", [Secret | None, list[Secret] | Secret, Secret], ids=str)
+async def test_what_a_result_marks_is_hidden_from_clients_and_hooks(hint: Any) -> None:
     hook = Hook()
     secret = Secret(name="a", pin=SECRET_TEXT)
     executor = Executor(registry_of_functions(returning(hint, secret)), middlewares=[hook])
@@ -690,11 +579,7 @@ async def test_what_a_result_marks_is_hidden_from_clients_and_from_hooks(hint: A
         assert hook.seen[-1] == told
 
 
-class Settings(BaseModel):
-    since: date | None = None
-
-
-# ---- What nobody can send, and what would be an answer that is wrong ----
+# ---- What nobody can send ----
 
 
 def wipe(path: str, *, _dry_run: bool = False) -> str:
@@ -705,24 +590,12 @@ def memo(n: int, _seen: dict[int, int] = {}, **others: Any) -> int:  # noqa: B00
     return n + len(_seen) + sum(others.values())
 
 
-async def test_a_parameter_that_is_no_argument_keeps_its_default_and_cannot_be_sent() -> None:
+async def test_a_parameter_that_is_no_argument_keeps_its_default() -> None:
     """apcore's model leaves out names that begin with an underscore."""
     registry = registry_of_functions(wipe, memo)
     assert await answer(registry, "wipe", path="x") == {"result": "wiped"}
     assert await answer(registry, "memo", n=1, more=2) == {"result": 3}
     assert await answer(registry, "memo", n=1, _seen=2) == "Internal error occurred"
-
-
-@pytest.mark.parametrize("hint", [dict, dict[str, int], Settings], ids=str)
-async def test_a_forgotten_return_is_refused_also_where_an_empty_dict_would_fit(hint: Any) -> None:
-    told = await answer(registry_of_functions(returning(hint, None)), "give")
-    assert told.startswith("Output validation failed (the tool has run)")
-    assert await answer(registry_of_functions(returning(None, None)), "give") == {}
-
-
-@pytest.mark.parametrize("hint", [dict[int, str], dict[Any, str]], ids=str)
-async def test_keys_of_a_dict_are_texts_in_json(hint: Any) -> None:
-    assert await answer(registry_of_functions(returning(hint, {1: "a"})), "give") == {"1": "a"}
 
 
 async def test_a_parameter_that_arguments_do_not_fit_costs_its_function(caplog: pytest.LogCaptureFixture) -> None:
@@ -737,24 +610,7 @@ async def test_a_parameter_that_arguments_do_not_fit_costs_its_function(caplog: 
     def share(cake: float, /, guests: int = 2) -> float:
         return cake / guests
 
-    async with connect(registry_of_functions(flags, weigh, share, wrapped)) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["f.wrapped"]
+    async with connect(registry_of_functions(flags, weigh, share, awaited)) as client:
+        assert await listed(client) == ["f.awaited"]
     for words in ("what `**flags` is given", "to `others` by its name", "to `cake` by its name"):
         assert words in caplog.text
-
-
-async def test_a_module_that_passes_what_a_function_does_not_take_is_told_so() -> None:
-    ran: list[str] = []
-
-    def greet(name: str, loud: bool = False) -> str:
-        ran.append(name)
-        return name
-
-    async def caller(ctx: Context) -> str:
-        with pytest.raises(ModuleExecuteError, match="unexpected keyword argument 'lound'"):
-            await ctx.executor.call_async("f.greet", {"name": "Ann", "lound": True}, ctx)
-        return "told"
-
-    async with connect(registry_of_functions(greet, caller)) as client:
-        assert text_of(await client.call_tool("f.caller", {})) == '{"result":"told"}'
-    assert ran == []
