@@ -17,14 +17,9 @@ from typing import Any
 
 import pytest
 from conftest import HANDSHAKE, MODERN, MODULE, PROGRAM, ROOT, RawClient, command, program
-from support import call, ended_well, initialize_params, line, message, messages, request, wait_for_stderr
+from support import ENDLESS, call, ended_well, initialize_params, line, message, messages, request, wait_for_stderr
 
 BENCH = """
-import apcore_mcp.core
-
-def tell(what):
-    print(what, file=sys.stderr, flush=True)
-
 @tool
 def echo(inputs, context):
     return inputs
@@ -62,36 +57,6 @@ async def chatty(inputs, context):
     tell("told everything")
     return {}
 
-@tool
-async def gate(inputs, context):
-    tell("running")
-    try:
-        while not Path(inputs["gate"]).exists():
-            await asyncio.sleep(0.01)
-    except asyncio.CancelledError:
-        tell("coroutine cancelled")
-        raise
-    return {"done": True}
-
-@tool
-def stuck(inputs, context):
-    tell("running")
-    time.sleep(60)
-
-@tool
-async def big(inputs, context):
-    tell("running")
-    return {"text": "x" * 20_000_000}
-
-@tool
-async def deaf(inputs, context):
-    tell("running")
-    while True:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            pass
-
 print("noise-before")
 ctypes.CDLL(None).puts(b"noise-before-puts")
 shutdown = {"shutdown_seconds": float(text) for text in sys.argv[1:]}
@@ -104,7 +69,7 @@ print("noise-after")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that runs a script with all the modules of these tests and `serve()`."""
     path = tmp_path_factory.mktemp("bench") / "bench.py"
-    path.write_text(PROGRAM + BENCH)
+    path.write_text(PROGRAM + ENDLESS + BENCH)
     return [sys.executable, str(path)]
 
 

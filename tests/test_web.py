@@ -45,7 +45,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
-from support import ACCEPT, Gate, answer, clog, handshake, initialize_params, listed, message, modern, text_of
+from support import ACCEPT, ENDLESS, Gate, answer, clog, handshake, initialize_params, listed, message, modern, text_of
 
 from apcore_mcp import MCPServer, __version__, async_serve
 from apcore_mcp.options import options_of
@@ -470,82 +470,45 @@ def test_stateless_servers_may_stand_behind_a_load_balancer() -> None:
 
 # ---- How servers end ----
 
-SERVER = """
-def say(line):
-    os.write(1, line.encode() + b"\\n")
-
-async def file(path):
-    while not Path(path).exists():
-        await asyncio.sleep(0.01)
-
-waiting = {}
-
-@tool
-async def patient(inputs, context):
-    say("entered")
-    if inputs["until"] not in waiting:
-        waiting[inputs["until"]] = asyncio.create_task(file(inputs["until"]))
-    await asyncio.shield(waiting[inputs["until"]])  # so that all calls are done at the same moment
-    return {"until": inputs["until"]}
-
-@tool
-def big(inputs, context):
-    return {"text": "x" * 8_000_000}
-
-@tool
-async def endless(inputs, context):
-    say("entered")
-    await asyncio.Event().wait()
-
-@tool
-def blocking(inputs, context):
-    say("entered")
-    time.sleep(120)
-
-@tool
-async def stubborn(inputs, context):
-    say("entered")
-    while True:
-        try:
-            await asyncio.sleep(1)
-        except asyncio.CancelledError:
-            pass
-
+SERVER = f"""
+{ENDLESS}
 serve(
     registry, max_result=0, transport=sys.argv[1], port=int(sys.argv[2]), shutdown_seconds=float(sys.argv[3]),
-    explorer=True, allow_execute=True, on_startup=lambda: say("started"), on_shutdown=lambda: say("stopping"),
+    explorer=True, allow_execute=True, on_shutdown=lambda: tell("stopping"),
 )
-say("returned")
+tell("returned")
 """
 
 
 class Program(NamedTuple):
-    """A server in a process of its own, and the lines it prints."""
+    """A server in a process of its own, and what it says on stderr."""
 
     url: str
     process: asyncio.subprocess.Process
 
-    async def says(self, *lines: str) -> None:
-        assert self.process.stdout is not None
-        for line in lines:
-            said = await asyncio.wait_for(self.process.stdout.readline(), 30)
-            assert said.decode().strip() == line
+    async def says(self, words: str, times: int = 1) -> None:
+        """Wait until it has said so many lines with these words."""
+        assert self.process.stderr is not None
+        while times:
+            said = await asyncio.wait_for(self.process.stderr.readline(), 30)
+            assert said, f"it ended without saying {words!r}"
+            times -= words in said.decode()
 
     async def ends_in_order(self) -> None:
         async with asyncio.timeout(20):
-            stdout, stderr = await self.process.communicate()
-        assert stdout.decode().split() == ["returned"]
-        assert (self.process.returncode, "Traceback" in stderr.decode()) == (0, False), stderr.decode()
+            _, stderr = await self.process.communicate()
+        said = stderr.decode()
+        assert (self.process.returncode, "Traceback" in said, "returned" in said) == (0, False, True), said
 
 
 @contextlib.asynccontextmanager
 async def started(transport: str, grace: int) -> AsyncIterator[Program]:
     port = free_port()
-    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*program(SERVER, transport, str(port), str(grace)), **pipes)
+    arguments = program(SERVER, transport, str(port), str(grace))
+    process = await asyncio.create_subprocess_exec(*arguments, stderr=asyncio.subprocess.PIPE)
     server = Program(f"http://127.0.0.1:{port}", process)
     try:
-        await server.says("started")
+        await server.says("server started")
         yield server
     finally:
         if process.returncode is None:
@@ -584,10 +547,10 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
             await stack.enter_async_context(connected[-1].listen(tools_list_changed=True))
         for client in connected:
             await client.list_tools()  # or it would ask for the tool's output schema when the result comes
-        until, last = {"until": str(released)}, {"until": str(later)}
-        calls = [asyncio.create_task(client.call_tool("t.patient", until)) for client in connected * 5]
-        shown = asyncio.create_task(raw.post(f"{server.url}/explorer/tools/t.patient/call", json=last))
-        await server.says(*["entered"] * (len(calls) + 1))
+        until, last = {"gate": str(released)}, {"gate": str(later)}
+        calls = [asyncio.create_task(client.call_tool("t.gate", until)) for client in connected * 5]
+        shown = asyncio.create_task(raw.post(f"{server.url}/explorer/tools/t.gate/call", json=last))
+        await server.says("running", len(calls) + 1)
         late_client = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         assert (await late_client.get(f"{server.url}/health")).status_code == 200  # it keeps its connection
 
@@ -605,18 +568,18 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
 
         released.touch()
         for answered in await asyncio.gather(*calls):
-            assert answered.structured_content == until
+            assert answered.structured_content == {"done": True}
         health = await late_client.get(f"{server.url}/health")
         assert health.status_code == 200, "a call of the Explorer is waited for too"
         ready = await late_client.get(f"{server.url}/ready")
         assert (ready.status_code, ready.text) == (503, "Not ready: the server ends")
         later.touch()
-        assert (await shown).json() == {"result": last}
+        assert (await shown).json() == {"result": {"done": True}}
         await server.ends_in_order()
 
 
 def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
-    """A client that has read the first of the 8 MB it posted for, and reads no more."""
+    """A client that has read the first of the 20 MB it posted for, and reads no more."""
     posted = httpx.Request("POST", url, **request)
     stuck = socket.socket()
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -630,11 +593,11 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
 
 
 @pytest.mark.requirement("NFR-REL-001")
-async def test_what_has_no_end_holds_the_exit_for_the_grace_period() -> None:
+async def test_what_has_no_end_holds_the_exit_for_the_grace_period(tmp_path: Path) -> None:
     """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; answers that are not read
     and requests that are not finished. On both transports.
     """
-    kinds = ["t.endless", "t.blocking", "t.stubborn"]
+    kinds, never = ["t.gate", "t.stuck", "t.deaf"], {"gate": str(tmp_path / "never")}
 
     async def end(transport: str) -> None:
         async with started(transport, grace=1) as server, contextlib.AsyncExitStack() as stack:
@@ -643,14 +606,14 @@ async def test_what_has_no_end_holds_the_exit_for_the_grace_period() -> None:
             if transport == "sse":
                 connected = client_of(f"{server.url}/sse", HANDSHAKE)
                 await stack.enter_async_context(connected)
-                pending: list[Any] = [connected.call_tool(kind, {}) for kind in kinds]
+                pending: list[Any] = [connected.call_tool(kind, never) for kind in kinds]
                 stuck = await asyncio.to_thread(clog, server.url, "t.big")
             else:
-                pending = [raw.post(endpoint, **call(kind, {})) for kind in kinds]
+                pending = [raw.post(endpoint, **call(kind, never)) for kind in kinds]
                 stuck = await asyncio.to_thread(post_and_stop_reading, endpoint, **call("t.big", {}))
             stack.enter_context(contextlib.closing(stuck))
             calls = [asyncio.create_task(one) for one in pending]
-            await server.says(*["entered"] * len(calls))
+            await server.says("running", len(calls) + 1)
             for method in ("GET", "POST"):  # and one that never sends the rest of its request
                 slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
                 head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
