@@ -707,3 +707,47 @@ def ended_well(client: Any, seconds: float = 15) -> None:
     stderr = client.process.stderr.read().decode()
     assert "Traceback" not in stderr, stderr
     assert "Exception" not in stderr, stderr
+
+
+ENDLESS = """
+def tell(what):
+    print(what, file=sys.stderr, flush=True)
+
+opening = {}
+
+async def opened(gate):
+    while not Path(gate).exists():
+        await asyncio.sleep(0.01)
+
+@tool
+async def gate(inputs, context):
+    tell("running")
+    gate = inputs["gate"]
+    opening.setdefault(gate, asyncio.create_task(opened(gate)))
+    try:
+        await asyncio.shield(opening[gate])  # so that all calls are done at the same moment
+    except asyncio.CancelledError:
+        tell("coroutine cancelled")
+        raise
+    return {"done": True}
+
+@tool
+def stuck(inputs, context):
+    tell("running")
+    time.sleep(60)
+
+@tool
+async def big(inputs, context):
+    tell("running")
+    return {"text": "x" * 20_000_000}
+
+@tool
+async def deaf(inputs, context):
+    tell("running")
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+"""
+"""Tools of a `program` that run until a file is there, for a minute, or for ever; and one with a large result."""

@@ -4,17 +4,17 @@ clients are told of it. How the Explorer shows it is in test_explorer_page.py, a
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor
-from conftest import HANDSHAKE, MODERN, RawClient, connect, echo, registry_of
+from conftest import HANDSHAKE, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.shared.exceptions import MCPError
-from support import enveloped, gives, text_of
+from support import HANDSHAKE_VERSIONS, answer, gives, handshake, modern, text_of
 
 from apcore_mcp import discover
 
@@ -61,18 +61,20 @@ async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
             await client.read_resource("ui://plain")
 
 
-@pytest.mark.parametrize("page", ["", None, 5, b"<p>", ["<p>"], {"html": "<p>"}], ids=repr)
-async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served(page: Any) -> None:
-    async with connect({"image.draw": gives({"n": 1}, metadata=overlay(page))}, mode="auto") as client:
+async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> None:
+    pages: list[Any] = ["", None, 5, b"<p>", ["<p>"], {"html": "<p>"}]
+    modules = {f"m{number}": gives({"n": 1}, metadata=overlay(page)) for number, page in enumerate(pages)}
+    async with connect(modules, mode="auto") as client:
         assert extensions(client) == {}
-        (tool,) = (await client.list_tools()).tools
-        assert meta_of(tool) is None
+        tools = (await client.list_tools()).tools
+        assert [meta_of(tool) for tool in tools] == [None] * len(pages)
         assert await resources(client) == []
-        assert (await client.call_tool("image.draw", {})).structured_content == {"n": 1}
+        for tool in tools:
+            assert (await client.call_tool(tool.name, {})).structured_content == {"n": 1}
 
 
-async def test_half_of_a_surrogate_pair_in_a_page_harms_nobody(mode: str) -> None:
-    async with connect({"image.draw": gives({}, metadata=overlay("<p>\ud800"))}, mode=mode) as client:
+async def test_half_of_a_surrogate_pair_in_a_page_harms_nobody() -> None:
+    async with connect({"image.draw": gives({}, metadata=overlay("<p>\ud800"))}) as client:
         (read,) = (await client.read_resource("ui://image.draw")).contents
         assert read.text == "<p>?"
 
@@ -152,12 +154,8 @@ async def test_an_author_writes_it_in_the_display_overlay(tmp_path: Path, monkey
     assert pages == {"by_class": "<p>class", "by_function": "<p>function", "by_binding": "<p>binding"}
 
 
-@pytest.mark.parametrize("version", ["2024-11-05", "2025-06-18", "2025-11-25", MODERN])
-def test_the_extension_is_advertised_in_every_protocol_version_on_stdio(tmp_path: Path, version: str) -> None:
-    (tmp_path / "by_class.py").write_text(AUTHORED["by_class.py"])
-    with RawClient([sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(tmp_path)]) as client:
-        if version == MODERN:
-            result = client.request("server/discover", enveloped(None))["result"]
-        else:
-            result = client.initialize(version=version)["result"]
-    assert result["capabilities"]["extensions"][EXTENSION_ID] == {}
+def test_the_extension_is_advertised_in_every_protocol_version() -> None:
+    with serving(registry_of({"image.draw": gives({}, metadata=overlay(PAGE))})) as url, httpx.Client() as client:
+        told = [handshake(client, f"{url}/mcp", version)[0] for version in HANDSHAKE_VERSIONS]
+        told.append(answer(client.post(f"{url}/mcp", **modern("server/discover")))["result"])
+    assert [result["capabilities"]["extensions"][EXTENSION_ID] for result in told] == [{}] * 5

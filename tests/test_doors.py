@@ -45,7 +45,6 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware as ASGIMiddleware
 from starlette.routing import Mount
 from support import (
-    ACCEPT,
     ERAS,
     LOGGER,
     CountingRegistry,
@@ -55,10 +54,8 @@ from support import (
     entered,
     every_door,
     followed,
-    initialize_params,
     listed,
     logged,
-    message,
     messages_logged,
     modern,
     text_of,
@@ -140,14 +137,9 @@ async def test_timeout_bounds_every_call() -> None:
                 assert told in text_of(await client.call_tool(name, {"seconds": seconds}))
 
 
-INITIALIZE = message("initialize", initialize_params("2025-11-25"))
-
-
-def handshake(url: str) -> dict[str, Any]:
-    """The result of `initialize`, asked with nothing but HTTP."""
-    told = answer(httpx.post(f"{url}/mcp", json=INITIALIZE, headers=ACCEPT, timeout=15).raise_for_status())
-    assert told["result"]["protocolVersion"] == "2025-11-25"
-    return told
+def ask(url: str) -> None:
+    """Have a request answered, with nothing but HTTP."""
+    assert "tools" in answer(httpx.post(f"{url}/mcp", **modern("tools/list"), timeout=15))["result"]
 
 
 def assert_free(port: int) -> None:
@@ -197,7 +189,7 @@ def test_clients_are_answered_inside_both_callbacks() -> None:
     done: list[str] = []
 
     async def callback() -> None:
-        await asyncio.to_thread(handshake, f"http://127.0.0.1:{port}")
+        await asyncio.to_thread(ask, f"http://127.0.0.1:{port}")
         done.append("answered")
 
     with serving(registry_of(), port=port, on_startup=callback, on_shutdown=callback):
@@ -211,9 +203,7 @@ def _fail() -> None:
 
 
 @every_door
-def test_a_start_that_fails_leaves_nothing(
-    door: Callable[..., Any],
-) -> None:
+def test_a_start_that_fails_leaves_nothing(door: Callable[..., Any]) -> None:
     registry = CountingRegistry()
     before = list(registry.listeners)
     port = free_port()
@@ -260,7 +250,7 @@ def test_a_server_starts_once_and_restarts() -> None:
         in_threads(server.start)
         server.start()
         assert len(started) == life
-        handshake(f"http://127.0.0.1:{port}")
+        ask(f"http://127.0.0.1:{port}")
         in_threads(*[server.stop] * 3, *[server.wait] * 3 * (life - 1))
     server.stop()
     assert_free(port)
@@ -354,85 +344,87 @@ async def test_stuck_modules_withhold_nobodys_error(mounted: bool, count: int) -
         await asyncio.gather(*calls)
 
 
-WHERE = """
-registry.register("t.m", Module(lambda inputs, context: {}))
-serve(registry, transport="streamable-http", port=int(sys.argv[1]), on_startup=lambda: _thread.interrupt_main())
-"""
-
-
-def test_a_program_without_a_log_is_told_where_it_listens() -> None:
-    port = free_port()
-    with RawClient(program(WHERE, str(port))) as server:
-        status, stderr = server.end()
-    (line,) = stderr.decode().splitlines()
-    assert line.endswith(f"1 tool registered, transport=streamable-http, at http://127.0.0.1:{port}/mcp")
-    assert status == 0
-
-
-@pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001")
+@pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001", "FR-TRANSPORT-004")
 def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
+    started = "apcore-mcp server started: "
     with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
-        started = "apcore-mcp server started: 2 tools registered, transport=streamable-http, at "
-        assert lines_logged(caplog) == [("INFO", f"{started}{url}/mcp, explorer at {url}/explorer/")]
+        line = f"{started}2 tools registered, transport=streamable-http, at {url}/mcp, explorer at {url}/explorer/"
+        assert lines_logged(caplog) == [("INFO", line)]
     caplog.clear()
     with serving(registry_of(), transport="sse") as url:
         assert lines_logged(caplog) == [
             ("WARNING", "No modules registered; server starting with zero tools"),
             ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
-            ("INFO", f"apcore-mcp server started: 0 tools registered, transport=sse, at {url}/sse"),
+            ("INFO", f"{started}0 tools registered, transport=sse, at {url}/sse"),
         ]
-
-
-@pytest.mark.requirement("FR-SERVER-006")
-def test_zero_tools_says_what_leaves_them_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Where a caller may be known, the ACL decides for each."""
-    registry = registry_of({"t.a": echo, "t.b": echo})
-    staff = ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"roles": ["staff"]})
-    closed = Executor(registry, acl=ACL([staff], default_effect="deny"))
-    odd = registry_of({"t.odd": FunctionalModule(echo, input_schema={"type": "string"})})
-    nothing = "; server starting with zero tools"
-    middleware = [ASGIMiddleware(lambda app: app)]
-    for source, options, expected in (
-        (registry, {"prefix": "x", "exclude": ["t.a"]}, ["All 2 modules are left out: by an option, or as said above"]),
-        (odd, {}, ["Module t.odd is left out: ", "All 1 modules are left out: by an option, or as said above"]),
-        (closed, {}, ["The ACL leaves out all modules, for callers without an identity"]),
-        (closed, {"middleware": middleware}, []),
-        (closed, {"prefix": "x"}, ["All 2 modules are left out: by an option, or as said above"]),
-    ):
-        caplog.clear()
-        with serving(source, **options):
-            pass
-        told = messages_logged(caplog)
-        assert len(told) == len(expected), told
-        assert all(text.startswith(start) for text, start in zip(told, expected, strict=True)), told
-        assert not told or told[-1].endswith(nothing)
 
 
 def lines_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in logged(caplog)]
 
 
+def test_a_program_without_a_log_is_told_where_it_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LOGGER, "hasHandlers", lambda: False)
+    with serving(registry_of({"t.a": echo})) as url:
+        told = capsys.readouterr()
+    start = f"apcore-mcp server started: 1 tool registered, transport=streamable-http, at {url}/mcp\n"
+    assert (told.out, told.err) == ("", start)
+
+
+def allowing(**conditions: Any) -> Executor:
+    rule = ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions=conditions or None)
+    return Executor(TWO, acl=ACL([rule], default_effect="deny"))
+
+
+TWO = registry_of({"t.a": echo, "t.b": echo})
+ODD = registry_of({"t.odd": FunctionalModule(echo, input_schema={"type": "string"})})
+LOGIN = {"middleware": [ASGIMiddleware(lambda app: app)]}  # a caller may be known, and the ACL decides for each
+ALL_LEFT_OUT = "All {} modules are left out: by an option, or as said above; server starting with zero tools"
+EVERYBODY = "Everybody who can reach 0.0.0.0 may call these tools"
+WARNINGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "nothing": (TWO, {}, []),
+    "left-out-by-options": (TWO, {"prefix": "x", "exclude": ["t.a"]}, [ALL_LEFT_OUT.format(2)]),
+    "left-out-by-a-fault": (ODD, {}, ["Module t.odd is left out: ", ALL_LEFT_OUT.format(1)]),
+    "left-out-by-the-acl": (
+        allowing(roles=["staff"]),
+        {},
+        ["The ACL leaves out all modules, for callers without an identity; server starting with zero tools"],
+    ),
+    "left-out-of-what-the-acl-allows": (allowing(roles=["staff"]), {"prefix": "x"}, [ALL_LEFT_OUT.format(2)]),
+    "acl-and-login": (allowing(roles=["staff"]), LOGIN, []),
+    "public": (TWO, {"host": "0.0.0.0"}, [EVERYBODY]),
+    "public-with-a-login": (TWO, {"host": "0.0.0.0", **LOGIN}, []),
+    "public-with-an-acl": (allowing(), {"host": "0.0.0.0"}, []),
+}
+
+
+@pytest.mark.requirement("FR-SERVER-006")
+@pytest.mark.parametrize(("source", "options", "expected"), WARNINGS.values(), ids=WARNINGS)
+def test_what_is_unusual_at_the_start_is_a_warning(
+    source: Any, options: dict[str, Any], expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(source, **options):
+        told = messages_logged(caplog)
+    assert len(told) == len(expected), told
+    assert all(text.startswith(start) for text, start in zip(told, expected, strict=True)), told
+
+
 @pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")
 async def test_calls_are_logged_at_debug_by_our_logger(caplog: pytest.LogCaptureFixture) -> None:
     """FR-LOG-002, -004, -005."""
-
-    def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        raise LookupError("of the module")
-
     caplog.set_level(logging.DEBUG)
+    async with connect({"t.echo": echo, "t.fail": lambda inputs, context: _fail()}) as client:
+        for name in ("t.echo", "t.fail"):
+            await client.call_tool(name, {})
     package = str(Path(apcore_mcp.__file__).parent)
-    async with connect({"t.echo": echo, "t.fail": fail}) as client:
-        for level in (logging.DEBUG, logging.INFO):
-            LOGGER.setLevel(level)
-            caplog.clear()
-            await client.call_tool("t.echo", {})
-            assert (await client.call_tool("t.fail", {})).is_error
-            ours = [record for record in caplog.records if record.pathname.startswith(package)]
-            assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
-            assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
-            calls = [record.getMessage() for record in ours if record.getMessage().startswith("Tool call: ")]
-            assert calls == (["Tool call: t.echo", "Tool call: t.fail"] if level == logging.DEBUG else [])
+    ours = [record for record in caplog.records if record.pathname.startswith(package)]
+    assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
+    assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
+    calls = [(record.levelno, record.getMessage()) for record in ours if "Tool call: " in record.getMessage()]
+    assert calls == [(logging.DEBUG, "Tool call: t.echo"), (logging.DEBUG, "Tool call: t.fail")]
 
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
@@ -449,9 +441,7 @@ def asgi_client(app: Starlette) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
-@pytest.mark.parametrize(
-    ("prefix", "transport"), [("", "stdio"), ("/deep/tools", "streamable-http")], ids=["by-itself", "mounted"]
-)
+@pytest.mark.parametrize(("prefix", "transport"), [("", "stdio"), ("/deep/tools", "streamable-http")])
 async def test_async_serve_answers_also_under_a_prefix(prefix: str, transport: str) -> None:
     """Also with the default transport; the outer app runs no lifespan. An error of the body comes out as it is."""
     calls: list[str] = []
@@ -463,7 +453,6 @@ async def test_async_serve_answers_also_under_a_prefix(prefix: str, transport: s
             async with asgi_client(Starlette(routes=[Mount(prefix, app=app)]) if prefix else app) as client:
                 told = await client.post(f"{prefix}/mcp", **modern("tools/call", {"name": "t.echo"}))
                 assert answer(told)["result"]["structuredContent"] == {}
-                assert (await client.get(f"{prefix}/nothing-here")).status_code == 404
             _fail()
 
     with pytest.raises(LookupError, match="of the callback"):

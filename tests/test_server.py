@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +18,9 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Context, Executor, Registry
 from conftest import (
+    EXTENSIONS,
     HANDSHAKE,
     MODERN,
-    ROOT,
     FunctionalModule,
     RawClient,
     client_of,
@@ -44,10 +43,13 @@ from support import (
     enveloped,
     handshake,
     initialize_params,
+    listed,
     message,
     modern,
     text_of,
 )
+
+from apcore_mcp.__main__ import main
 
 MARATHON = {"value": 42.195, "source": "km", "target": "mi", "digits": 2}
 MILES = {"value": 26.22, "unit": "mi", "kind": "length"}
@@ -64,7 +66,7 @@ class Transport(NamedTuple):
 def transports(endpoint: str) -> Iterator[list[Transport]]:
     """The examples' server on each transport in each era."""
     with RawClient(command()) as old, RawClient(command()) as new, httpx.Client(timeout=30) as http:
-        old.initialize()
+        assert old.initialize(version="2024-11-05")["result"]["protocolVersion"] == "2024-11-05"
         _, headers = handshake(http, endpoint)
         yield [
             Transport(HANDSHAKE, old.request),
@@ -88,9 +90,11 @@ FATES: list[tuple[str, dict[str, Any] | None, object, object]] = [  # of a reque
     ("tools/list", WRONG, "result", -32602),
     ("tools/call", CALL | WRONG, "result", -32602),
     ("resources/list", WRONG, "result", -32602),
+    ("resources/subscribe", {"uri": "docs://units.convert"}, -32601, -32601),  # nobody is told of a single resource
 ]
 
 
+@pytest.mark.requirement("FR-SERVER-001")
 def test_a_request_has_the_same_fate_on_every_transport(transports: list[Transport]) -> None:
     for method, params, *told in FATES:
         responses = [transport.request(method, params) for transport in transports]
@@ -98,31 +102,26 @@ def test_a_request_has_the_same_fate_on_every_transport(transports: list[Transpo
         assert fates == told * 2, (method, params)
 
 
-def test_every_transport_and_era_lists_what_the_export_prints_and_only_2026_has_its_novelties(
-    transports: list[Transport],
-) -> None:
+def test_every_era_lists_what_the_export_prints(transports: list[Transport], capfd: pytest.CaptureFixture[str]) -> None:
     """A result of 2026 says its type, its server and, of a list, how long it keeps."""
-    listing = subprocess.run(command("--export", "mcp"), cwd=ROOT, capture_output=True, check=True, timeout=30)
+    assert main(["--extensions-dir", str(EXTENSIONS), "--export", "mcp"]) == 0
+    exported = json.loads(capfd.readouterr().out)
     for transport in transports:
         listed = transport.request("tools/list", None)["result"]
-        assert listed["tools"] == json.loads(listing.stdout)
-        called, failed = (
-            transport.request("tools/call", CALL | change)["result"] for change in ({}, {"arguments": {}})
-        )
+        assert listed["tools"] == exported
+        called, failed = (transport.request("tools/call", each)["result"] for each in (CALL, CALL | {"arguments": {}}))
         assert (called["structuredContent"], failed["isError"]) == (MILES, True)
         for result in (listed, called, failed):
-            stamp = result.get("_meta", {}).pop(f"{META}serverInfo", None)
+            stamp = result.get("_meta", {}).get(f"{META}serverInfo", {})
             novelties = {key: result[key] for key in ("resultType", "ttlMs", "cacheScope") if key in result}
             if transport.mode == HANDSHAKE:
-                assert (stamp, novelties) == (None, {})
+                assert (stamp, novelties) == ({}, {})
             else:
-                assert stamp["name"] == "apcore-mcp"
                 keeps = {"ttlMs": 0, "cacheScope": "private"} if result is listed else {}
-                assert novelties == {"resultType": "complete", **keeps}
+                assert (stamp["name"], novelties) == ("apcore-mcp", {"resultType": "complete", **keeps})
 
 
 @pytest.mark.requirement("FR-SERVER-002", "NFR-COMPAT-004")
-@pytest.mark.filterwarnings("ignore:ping is removed")
 @pytest.mark.parametrize(
     ("transport", "client_mode", "version"),
     [("http", HANDSHAKE, "2025-11-25"), ("http", "auto", MODERN), ("stdio", "auto", MODERN)],
@@ -130,24 +129,15 @@ def test_every_transport_and_era_lists_what_the_export_prints_and_only_2026_has_
 async def test_the_official_client_gets_the_same_answers_everywhere(
     transport: str, client_mode: str, version: str, endpoint: str
 ) -> None:
-    """FR-EXEC-007 and the error texts, seen through the SDK's client, which validates what it is sent."""
-    target = stdio(command()) if transport == "stdio" else endpoint
-    async with client_of(target, client_mode) as client:
+    """FR-EXEC-007, seen through the SDK's client, which validates what it is sent."""
+    async with client_of(stdio(command()) if transport == "stdio" else endpoint, client_mode) as client:
         assert client.protocol_version == version
-        [tool] = [tool for tool in (await client.list_tools()).tools if tool.name == "units.convert"]
-        assert sorted(tool.input_schema["required"]) == ["source", "target", "value"]
-        assert sorted((tool.output_schema or {})["properties"]) == ["kind", "unit", "value"]
+        assert "units.convert" in await listed(client)
         result = await client.call_tool("units.convert", MARATHON)
         assert (result.is_error, result.structured_content, json.loads(text_of(result))) == (False, MILES, MILES)
         wrong = await client.call_tool("units.convert", MARATHON | {"digits": 99})
         assert (wrong.is_error, wrong.structured_content) == (True, None)
         assert text_of(wrong).startswith("Input validation failed:\n- digits: ")
-        unknown = await client.call_tool("no.such", {})
-        assert (unknown.is_error, text_of(unknown)) == (True, "Module not found: no.such")
-        assert client.server_info is not None
-        assert client.server_info.name == "apcore-mcp"
-        if client_mode == HANDSHAKE:
-            await client.send_ping()
 
 
 def test_every_handshake_version_is_spoken_over_http(endpoint: str) -> None:
@@ -157,25 +147,11 @@ def test_every_handshake_version_is_spoken_over_http(endpoint: str) -> None:
     for offered, agreed in versions.items():
         with httpx.Client(timeout=30) as client:
             result, headers = handshake(client, endpoint, offered)
-            assert result["protocolVersion"] == agreed
-            assert result["serverInfo"]["name"] == "apcore-mcp"
+            assert (result["protocolVersion"], result["serverInfo"]["name"]) == (agreed, "apcore-mcp")
             assert result["capabilities"]["tools"] == {"listChanged": True}
-            listed = answer(client.post(endpoint, json=message("tools/list"), headers=headers))["result"]
-            assert "units.convert" in [tool["name"] for tool in listed["tools"]]
+            assert result["capabilities"]["resources"] == {"listChanged": True, "subscribe": False}
             called = answer(client.post(endpoint, json=message("tools/call", CALL), headers=headers))["result"]
             assert json.loads(called["content"][0]["text"]) == MILES
-
-
-@pytest.mark.requirement("FR-SERVER-001")
-def test_the_oldest_handshake_is_spoken_over_stdio_and_nothing_but_ping_before_it() -> None:
-    with RawClient(command()) as client:
-        assert client.request("ping")["result"] == {}
-        assert client.request("tools/list")["error"]["code"] == -32602
-        result = client.initialize(version="2024-11-05")["result"]
-        assert result["protocolVersion"] == "2024-11-05"
-        assert result["capabilities"]["tools"] == {"listChanged": True}
-        called = client.request("tools/call", CALL)["result"]
-        assert json.loads(called["content"][0]["text"]) == MILES
 
 
 def test_discover_tells_version_capabilities_and_server(endpoint: str) -> None:
@@ -195,10 +171,18 @@ REGIONAL = {
 }
 
 
-def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_let_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`get_tool_input_schema=`; else a gateway could route on a value that the call never had."""
+class Offered:
+    """A condition of the ACL, which is asked about every tool that is listed."""
+
+    asked = 0
+
+    def evaluate(self, value: object, context: Context[Any]) -> bool:
+        self.asked += 1
+        return True
+
+
+def test_x_mcp_header_is_enforced_for_2026_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a gateway could route on a value that the call never had. No call looks through all tools for that."""
     ran: list[dict[str, Any]] = []
     search = FunctionalModule(lambda inputs, context: ran.append(dict(inputs)) or {}, input_schema=REGIONAL)
     cases: list[tuple[dict[str, str], str | None, bool]] = [
@@ -208,22 +192,11 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
         ({"query": "x"}, "eu", False),
         ({"query": "x"}, None, True),
     ]
-
-    class Offered:
-        """A condition of the ACL, which is asked about every tool that is listed."""
-
-        listed = 0
-
-        def evaluate(self, value: object, context: Context[Any]) -> bool:
-            self.listed += 1
-            return True
-
     offered = Offered()
     monkeypatch.setitem(ACL._condition_handlers, "offered", offered)
-    listed = ACLRule(["*"], ["demo.other"], "allow", conditions={"offered": True})
-    called = ACLRule(["*"], ["demo.search"], "allow")
-    modules = {"demo.search": search, "demo.other": echo}
-    executor = Executor(registry_of(modules), acl=ACL([listed, called], default_effect="deny"))
+    other = ACLRule(["*"], ["demo.other"], "allow", conditions={"offered": True})
+    acl = ACL([other, ACLRule(["*"], ["demo.search"], "allow")], default_effect="deny")
+    executor = Executor(registry_of({"demo.search": search, "demo.other": echo}), acl=acl)
 
     async def official(url: str) -> None:
         async with client_of(url) as client:
@@ -231,7 +204,7 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
             assert not (await client.call_tool("demo.search", {"region": "Zürich ", "query": "x"})).is_error
 
     with serving(executor) as url, httpx.Client(timeout=30) as client:
-        offered.listed = 0  # a start looks whether there is anything to serve
+        offered.asked = 0  # a start looks whether there is anything to serve
         for arguments, header, runs in cases:
             ran.clear()
             params = {"name": "demo.search", "arguments": arguments}
@@ -239,11 +212,11 @@ def test_x_mcp_header_is_enforced_for_2026_over_http_and_the_official_client_is_
             code = answer(response).get("error", {}).get("code")
             assert (response.status_code, code) == ((200, None) if runs else (400, -32020)), (arguments, header)
             assert ran == [arguments] * runs
-        assert offered.listed == 0 or version("mcp") < "2.3", "no call looks through all tools"
+        assert offered.asked == 0 or version("mcp") < "2.3"
         _, session = handshake(client, f"{url}/mcp")  # where the header means nothing
         assert "result" in answer(client.post(f"{url}/mcp", json=message("tools/call", params), headers=session))
         asyncio.run(official(f"{url}/mcp"))
-    assert offered.listed > 0
+    assert offered.asked > 0
     assert ran[-1] == {"region": "Zürich ", "query": "x"}
 
 
@@ -262,7 +235,7 @@ def documented(**attributes: Any) -> FunctionalModule:
 
 
 @pytest.mark.requirement("FR-RESOURCE-001", "FR-RESOURCE-002")
-async def test_every_listed_module_with_documentation_is_a_resource_and_nothing_else_is(mode: str) -> None:
+async def test_a_listed_modules_documentation_is_a_resource(mode: str) -> None:
     modules = {module_id: documented(**attributes) for module_id, attributes in MODULES.items()}
     async with connect(modules, mode=mode, tags=["public"]) as client:
         listed = (await client.list_resources()).resources
@@ -318,18 +291,7 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
         assert (await client.list_resources()).resources == []
 
 
-@pytest.mark.filterwarnings("ignore:resources/(un)?subscribe is removed")
-async def test_no_handshake_client_is_promised_to_be_told_of_a_single_resource() -> None:
-    async with connect({"doc.a": documented(documentation="one")}, mode=HANDSHAKE) as client:
-        assert client.server_capabilities.resources is not None
-        assert client.server_capabilities.resources.subscribe is False
-        for ask in (client.subscribe_resource, client.unsubscribe_resource):
-            with pytest.raises(MCPError) as refused:
-                await ask("docs://doc.a")
-            assert refused.value.code == -32601
-
-
-def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_changes() -> None:
+def test_without_sessions_no_handshake_client_is_told_of_changes() -> None:
     registry = registry_of({"doc.a": documented(documentation="one")})
     with serving(registry, stateless=True) as url, httpx.Client(timeout=30) as client:
 
@@ -342,7 +304,7 @@ def test_a_server_without_sessions_promises_no_handshake_client_to_tell_of_chang
 
 
 @pytest.mark.requirement("FR-DYNAMIC-003")
-def test_who_listens_is_promised_what_there_is_told_of_a_change_in_silence_and_bid_farewell(tmp_path: Path) -> None:
+def test_who_listens_is_told_of_a_change_in_silence_and_of_the_end(tmp_path: Path) -> None:
     text = """
 @tool
 async def later(inputs, context):
@@ -373,15 +335,14 @@ serve(registry)
         assert client.process.wait(timeout=15) == 0
 
 
-class Late(Registry):
-    """Another thread registers a module at the very moment at which a server begins to listen."""
-
-    def on(self, event: str, callback: Any) -> None:
-        if not self.has("late"):
-            self.register("late", FunctionalModule(echo))
-        super().on(event, callback)
-
-
 async def test_what_is_registered_while_the_server_begins_to_listen_is_listed() -> None:
+    class Late(Registry):
+        """Another thread registers a module at the very moment at which a server begins to listen."""
+
+        def on(self, event: str, callback: Any) -> None:
+            if not self.has("late"):
+                self.register("late", FunctionalModule(echo))
+            super().on(event, callback)
+
     async with connect(Late()) as client:
-        assert [tool.name for tool in (await client.list_tools()).tools] == ["late"]
+        assert await listed(client) == ["late"]

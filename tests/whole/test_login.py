@@ -39,12 +39,15 @@ from support import ACCEPT, answer, initialize_params, message, modern
 
 from apcore_mcp import async_serve
 from examples import login as example
-from examples.login import acl_by_scope, login
+from examples.login import acl_by_scope, login, scopes_of
 
 RESOURCE = "https://tools.example.com/mcp"
-KEY = ec.generate_private_key(ec.SECP256R1())
+KEY, OTHER = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+RSA, EDWARDS = rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()
+LOGIN = "https://login.example.com"
 METADATA = "/.well-known/oauth-authorization-server"
 OPENID = "/.well-known/openid-configuration"
+BELOW = (f"{METADATA}/a/b", f"{OPENID}/a/b", f"/a/b{OPENID}")  # where an issuer with the path /a/b may have it
 
 
 def public(key: Any, **more: Any) -> dict[str, Any]:
@@ -122,10 +125,8 @@ async def locked(
     source: Any = None,
     **options: Any,
 ) -> AsyncIterator[Door]:
-    served = async_serve(
-        source or registry_of({"whoami": whoami}), middleware=login(issuer, resource, scopes), **options
-    )
-    async with served as app:
+    source = source or registry_of({"whoami": whoami})
+    async with async_serve(source, middleware=login(issuer, resource, scopes), **options) as app:
         transport = httpx2.ASGITransport(Starlette(routes=[Mount(mount, app)]) if mount else app)
         async with httpx2.AsyncClient(transport=transport, base_url=f"http://127.0.0.1{mount}", timeout=20) as http:
             yield Door(app, http)
@@ -140,9 +141,14 @@ def challenge(response: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "issuer", ["https://login.example.com", "https://login.example.com/", "https://LOGIN.example:443/a"]
+    ("issuer", "mount", "path"),
+    [
+        (LOGIN, "", "/mcp"),
+        (f"{LOGIN}/", "/tools", "/tools/mcp"),
+        ("https://LOGIN.example:443/a", "/a/b", "/a/b"),
+        (LOGIN, "", ""),
+    ],
 )
-@pytest.mark.parametrize(("mount", "path"), [("", "/mcp"), ("/tools", "/tools/mcp"), ("/a/b", "/a/b"), ("", "")])
 async def test_who_has_no_token_is_told_where_to_get_one(issuer: str, mount: str, path: str) -> None:
     """The issuer to the letter, as clients compare issuers as texts; in what is mounted, at a place it can answer."""
     resource = f"https://tools.example.com{path}"
@@ -163,29 +169,31 @@ async def test_who_has_no_token_is_told_where_to_get_one(issuer: str, mount: str
             assert (await door.http.post(way, json={})).status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("claims", "roles"),
-    [
-        pytest.param({"scope": "tools read"}, ["tools", "read"], id="a-text"),
-        pytest.param({"scope": ["tools", "read", 7]}, ["tools", "read"], id="a-list"),
-        pytest.param({"scope": None, "scp": "tools"}, ["tools"], id="scp"),
-        pytest.param(
-            {"scope": None, "scp": ["tools"], "aud": ["x", RESOURCE]}, ["tools"], id="scp-list-several-audiences"
-        ),
-    ],
-)
-async def test_the_caller_is_the_subject_and_the_scopes_are_the_roles(claims: Any, roles: list[str]) -> None:
-    async with issuing() as issuer, locked(issuer.url) as door:
-        assert await door.caller(issuer.token(**claims)) == ["ann", *roles]
+SCOPES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"scope": "tools read"}, ["tools", "read"]),
+    ({"scope": ["tools", "read", 7]}, ["tools", "read"]),
+    ({"scp": "tools"}, ["tools"]),
+    ({"scp": ["tools"]}, ["tools"]),
+    ({"scope": "", "scp": "tools"}, []),
+    *(({"scope": odd}, []) for odd in (7, None, {"tools": "write"})),
+    ({}, []),
+]
 
 
-@pytest.mark.parametrize("scope", ["tools", None, "", "toolsread", 7, {"tools": "write"}])
-async def test_a_token_without_each_scope_is_told_which_it_needs(scope: Any) -> None:
+@pytest.mark.parametrize(("claims", "scopes"), SCOPES, ids=str)
+def test_scopes_of_a_token(claims: dict[str, Any], scopes: list[str]) -> None:
+    assert scopes_of(claims) == scopes
+
+
+async def test_the_scopes_of_a_token_are_its_callers_roles_and_each_is_needed() -> None:
     async with issuing() as issuer, locked(issuer.url, "tools write") as door:
-        refused = await door.call(issuer.token(scope=scope))
-        told = challenge(refused)
-        assert (refused.status_code, told["error"], told["scope"]) == (403, "insufficient_scope", "tools write")
-        assert "resource_metadata" in told
+        token = issuer.token(scope=["write", "tools", "read"], aud=["x", RESOURCE])
+        assert await door.caller(token) == ["ann", "write", "tools", "read"]
+        for scope in ("tools", None, "toolswrite"):
+            refused = await door.call(issuer.token(scope=scope))
+            told = challenge(refused)
+            assert (refused.status_code, told["error"], told["scope"]) == (403, "insufficient_scope", "tools write")
+            assert "resource_metadata" in told
 
 
 def forged(header: dict[str, Any], payload: Any) -> str:
@@ -197,16 +205,14 @@ def forged(header: dict[str, Any], payload: Any) -> str:
 async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptureFixture) -> None:
     """And is repeated nowhere: neither in the answer nor in the log."""
     caplog.set_level(logging.DEBUG)
-    other, rs = ec.generate_private_key(ec.SECP256R1()), rsa.generate_private_key(65537, 2048)
     async with issuing() as issuer, locked(issuer.url) as door:
-        issuer.keys += [public(rs, kid="2"), public(KEY, kid="3", use="enc"), public(rs, kid="4", alg="RSA-OAEP")]
-        issuer.keys.append(public(other, kid="5"))
-        assert await door.caller(issuer.token()) == ["ann", "tools"]
+        issuer.keys += [public(RSA, kid="2"), public(KEY, kid="3", use="enc"), public(RSA, kid="4", alg="RSA-OAEP")]
+        issuer.keys.append(public(OTHER, kid="5"))
         good, now = issuer.token(), time.time()
-        pem = rs.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        unsigned = forged(
-            {"alg": "HS256", "typ": "JWT", "kid": "2"}, jwt.decode(good, options={"verify_signature": False})
-        )
+        assert await door.caller(good) == ["ann", "tools"]
+        claims = jwt.decode(good, options={"verify_signature": False})
+        pem = RSA.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        unsigned = forged({"alg": "HS256", "typ": "JWT", "kid": "2"}, claims)
         signature = jwt.get_algorithm_by_name("HS256").sign(unsigned.encode(), pem)
         deep = base64.urlsafe_b64encode(b"[" * 9_000).decode()
         bad = {
@@ -218,12 +224,12 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
             "a number for a subject": issuer.token(sub=7),
             "over": issuer.token(exp=now - 1),
             "not yet": issuer.token(nbf=now + 60),
-            "not signed": jwt.encode(jwt.decode(good, options={"verify_signature": False}), None, "none"),
+            "not signed": jwt.encode(claims, None, "none"),
             "the public key as a secret": f"{unsigned}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}",
-            "another's key": issuer.token(other),
-            "another kind of key": issuer.token(rs, "RS256"),
+            "another's key": issuer.token(OTHER),
+            "another kind of key": issuer.token(RSA, "RS256"),
             "a key for encryption": issuer.token(kid="3"),
-            "a key for another algorithm": issuer.token(rs, "RS256", kid="4"),
+            "a key for another algorithm": issuer.token(RSA, "RS256", kid="4"),
             "no key id, with two keys": issuer.token(kid=None),
             "algorithms": f"{forged({'alg': ['ES256'], 'kid': '1'}, {})}.x",
             "a key id that is none": f"{forged({'alg': 'ES256', 'kid': ['1']}, {})}.x",
@@ -237,12 +243,9 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
             refused = await door.call(token)
             assert (name, refused.status_code, challenge(refused)["error"]) == (name, 401, "invalid_token")
             assert len(token) < 9 or token not in caplog.text + refused.text + str(refused.headers)
-        for headers in (
-            {"Cookie": f"access_token={good}"},
-            {"Authorization": f"Basic {good}"},
-            {"X-Access-Token": good},
-        ):
-            assert (await door.call(**headers)).status_code == 401
+        places = {"Cookie": f"access_token={good}", "Authorization": f"Basic {good}", "X-Access-Token": good}
+        for name, value in places.items():
+            assert (await door.call(**{name: value})).status_code == 401
         posted = modern("tools/call", {"name": "whoami", "arguments": {}})
         assert (await door.http.post(f"/mcp?access_token={good}", **posted)).status_code == 401
         assert await door.caller(good) == ["ann", "tools"]
@@ -251,28 +254,21 @@ async def test_a_token_that_does_not_hold_lets_nobody_in(caplog: pytest.LogCaptu
         assert not [line for line in ours if good.rpartition(".")[2] in line]
 
 
-@pytest.mark.parametrize("family", ["RS256", "RS512", "PS256", "ES256", "EdDSA"])
-async def test_the_issuer_may_sign_with_any_public_key(family: str) -> None:
+async def test_the_issuer_may_sign_with_any_public_key() -> None:
     """A token may leave out which, where only one key fits."""
-    edwards = ed25519.Ed25519PrivateKey.generate()
-    key: Any = {"Ed": edwards, "ES": KEY}.get(family[:2]) or rsa.generate_private_key(65537, 2048)
+    keys = {"1": EDWARDS, "2": KEY, "3": RSA}
     async with issuing() as issuer, locked(issuer.url) as door:
-        issuer.keys = [public(edwards if key is KEY else KEY, kid="other"), public(key)]
-        issuer.keys[1].pop("alg", None)
-        for kid in ("1", None):
-            assert await door.caller(issuer.token(key, family, kid)) == ["ann", "tools"]
+        issuer.keys = [public(key, kid=kid) for kid, key in keys.items()]
+        for key in issuer.keys:
+            key.pop("alg", None)
+        for algorithm, kid in (("EdDSA", "1"), ("ES256", "2"), ("RS256", "3"), ("RS512", "3"), ("PS256", "3")):
+            for named in (kid, None):
+                assert await door.caller(issuer.token(keys[kid], algorithm, named)) == ["ann", "tools"]
 
 
 @pytest.mark.parametrize(
     ("path", "place"),
-    [
-        ("", METADATA),
-        ("/", METADATA),
-        ("", OPENID),
-        ("/a/b", f"{METADATA}/a/b"),
-        ("/a/b", f"{OPENID}/a/b"),
-        ("/a/b", f"/a/b{OPENID}"),
-    ],
+    [("/", METADATA), ("", OPENID), *(("/a/b", place) for place in BELOW)],
 )
 async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str, place: str) -> None:
     async with issuing() as issuer, locked(f"{issuer.url}{path}") as door:
@@ -339,19 +335,18 @@ async def test_an_issuer_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPa
             issuer.answers.set()
 
 
-async def test_new_keys_are_found_old_ones_forgotten_and_made_up_ones_not_asked_for_each_time(
+async def test_new_keys_are_found_and_old_ones_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    new = ec.generate_private_key(ec.SECP256R1())
     async with issuing() as issuer, locked(issuer.url) as door:
         old = issuer.token()
         assert await door.caller(old) == ["ann", "tools"]
         for number in range(20):
-            assert (await door.call(issuer.token(new, kid=f"made up {number}"))).status_code == 401
+            assert (await door.call(issuer.token(OTHER, kid=f"made up {number}"))).status_code == 401
         assert issuer.asked["/keys"] == 1
-        issuer.keys = [public(KEY), public(new, kid="2")]
+        issuer.keys = [public(KEY), public(OTHER, kid="2")]
         monkeypatch.setattr(example, "FETCH_AGAIN_SECONDS", 0.0)
-        assert await door.caller(issuer.token(new, kid="2")) == ["ann", "tools"]
+        assert await door.caller(issuer.token(OTHER, kid="2")) == ["ann", "tools"]
         issuer.keys.pop(0)
         monkeypatch.setattr(example, "KEYS_FRESH_SECONDS", 0.0)
         assert (await door.call(old)).status_code == 401
@@ -359,37 +354,28 @@ async def test_new_keys_are_found_old_ones_forgotten_and_made_up_ones_not_asked_
 
 async def test_probes_and_the_explorers_page_are_open_and_nothing_else_is() -> None:
     open_paths = ["/health", "/ready", "/metrics", "/explorer", "/explorer/", "/explorer/tools/whoami/page"]
-    closed = [
-        "/mcp",
-        "/mcp/",
-        "/explorer/server",
-        "/explorer/tools",
-        "/explorer/tools/whoami",
-        "/",
-        "/nope",
-        "/health/",
-    ]
-    closed += ["/explorer/tools/whoami/call", "/health/../mcp", "/health%2f..%2fmcp", "//mcp", "/explorer//tools"]
-    closed += ["/explorer/tools/x/y/page", "/metrics;/../mcp", "/.well-known/openid-configuration", "/explorer/page"]
+    closed = "/mcp /mcp/ / /nope /health/ /health/../mcp /health%2f..%2fmcp //mcp /metrics;/../mcp"
+    closed += " /explorer/server /explorer/tools /explorer/tools/whoami /explorer/tools/whoami/call /explorer//tools"
+    closed += " /explorer/tools/x/y/page /explorer/page /.well-known/openid-configuration"
     options = {"explorer": True, "allow_execute": True, "metrics_collector": True}
     async with issuing() as issuer, locked(issuer.url, **options) as door:
         for path in open_paths:
             assert (path, (await door.http.get(path)).status_code != 401) == (path, True)
-        for path in closed:
+        for path in closed.split():
             assert (path, (await door.http.get(path)).status_code) == (path, 401)
-        for path in (*open_paths, *closed):
+        for path in (*open_paths, *closed.split()):
             expected = 405 if path in ("/health", "/ready") else 401
             assert (path, (await door.http.post(path, json={})).status_code) == (path, expected)
         signed = {"Authorization": f"bearer {issuer.token()}"}
         called = await door.http.post("/explorer/tools/whoami/call", json={}, headers=signed)
         assert called.json()["result"] == {"caller": ["ann", "tools"]}
-    async with locked("https://login.example.com", transport="sse") as door:
+    async with locked(LOGIN, transport="sse") as door:
         assert (await door.http.get("/sse")).status_code == 401
         assert (await door.http.post("/messages/?session_id=1", json={})).status_code == 401
 
 
 async def test_websockets_are_refused_as_ever() -> None:
-    async with locked("https://login.example.com") as door:
+    async with locked(LOGIN) as door:
         client = TestClient(door.app)
         for path in ("/mcp", "/health"):
             with pytest.raises(WebSocketDisconnect), client.websocket_connect(path, headers={"Host": "127.0.0.1"}):
@@ -400,13 +386,11 @@ async def test_a_session_stays_its_users_after_a_refresh_of_the_token() -> None:
     async with issuing() as issuer, locked(issuer.url) as door:
 
         async def post(body: Any, token: str, **headers: str) -> Any:
-            return await door.http.post(
-                "/mcp", json=body, headers=ACCEPT | headers | {"Authorization": f"Bearer {token}"}
-            )
+            sent = ACCEPT | headers | {"Authorization": f"Bearer {token}"}
+            return await door.http.post("/mcp", json=body, headers=sent)
 
-        opened = await post(
-            message("initialize", initialize_params("2025-11-25")), issuer.token(jti="1", client_id="a")
-        )
+        hello = message("initialize", initialize_params("2025-11-25"))
+        opened = await post(hello, issuer.token(jti="1", client_id="a"))
         session = {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
         call = message("tools/call", {"name": "whoami", "arguments": {}}, 2)
         refreshed = await post(call, issuer.token(jti="2", client_id="b"), **session)
@@ -417,16 +401,13 @@ async def test_a_session_stays_its_users_after_a_refresh_of_the_token() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        ("http://login.example.com", RESOURCE),
-        ("http://10.0.0.1", RESOURCE),
-        ("https://login.example.com?tenant=1", RESOURCE),
-        ("https://login.example.com#", RESOURCE),
-        ("login.example.com", RESOURCE),
-        ("https://", RESOURCE),
-        ("https://login.example.com", "tools.example.com/mcp"),
-        ("https://login.example.com", 'https://tools.example.com/"'),
-        ("https://login.example.com", RESOURCE, ["a b"]),
-        ("https://login.example.com", RESOURCE, ['"']),
+        *(
+            (issuer, RESOURCE)
+            for issuer in "http://login.example.com http://10.0.0.1 login.example.com https://".split()
+        ),
+        *((f"{LOGIN}{rest}", RESOURCE) for rest in ("?tenant=1", "#")),
+        *((LOGIN, resource) for resource in ("tools.example.com/mcp", 'https://tools.example.com/"')),
+        *((LOGIN, RESOURCE, [scope]) for scope in ("a b", '"')),
     ],
 )
 def test_what_cannot_be_an_issuer_a_resource_or_a_scope_is_refused_at_the_start(given: Any) -> None:
@@ -443,11 +424,9 @@ async def test_only_who_has_the_scope_is_offered_what_destroys() -> None:
     registry = registry_of({"t.destroy": destroy, "t.harmless": run, "t.calls": call_it})
     executor = Executor(registry, acl=acl_by_scope(registry))
     async with issuing() as issuer, locked(issuer.url, source=executor) as door:
-        for scope, allowed in (
-            ("tools", ["t.harmless"]),
-            ("tools destructive", ["t.destroy", "t.harmless", "t.calls"]),
-        ):
-            for name in ("t.destroy", "t.harmless", "t.calls"):
+        everything = ["t.destroy", "t.harmless", "t.calls"]
+        for scope, allowed in (("tools", ["t.harmless"]), ("tools destructive", everything)):
+            for name in everything:
                 result = answer(await door.call(issuer.token(scope=scope), name))["result"]  # type: ignore[arg-type]
                 assert (name, result["isError"]) == (name, name not in allowed)
 

@@ -55,26 +55,23 @@ async def refusal(client: Client, module_id: str) -> tuple[int, str]:
 @pytest.mark.requirement("NFR-SEC-001")
 @pytest.mark.parametrize("era", [(HANDSHAKE, "sse"), (HANDSHAKE, "streamable-http"), (MODERN, "streamable-http")])
 async def test_a_caller_is_offered_what_the_caller_may_call(era: tuple[str, str]) -> None:
-    for caller, offered in (("alice", STAFF), (None, GUEST)):
-        async with signed(house(staff_and_guests()), *era, caller=caller) as session:
-            client = session.client
-            assert await listed(client) == await documented(client) == offered
-            for module_id in offered:
-                assert (await client.read_resource(f"docs://{module_id}")).contents
-                assert not (await client.call_tool(module_id)).is_error
-            for module_id in set(EVERYTHING) - {*offered}:
-                assert await refusal(client, module_id) == await refusal(client, "no.such")
-                assert text_of(await client.call_tool(module_id)) == "Access denied"
-
-
-async def test_each_request_is_answered_for_who_makes_it() -> None:
     """From 2026-07-28 a connection has no caller, each of its requests has."""
-    async with signed(house(staff_and_guests())) as session:
-        for session.caller, offered in ((None, GUEST), ("alice", STAFF), ("", GUEST), ("bob", STAFF)):
-            assert await listed(session.client) == offered
+    callers = {"alice": STAFF, None: GUEST, "": GUEST, "bob": STAFF}
+    sessions = [[*callers]] if era[0] == MODERN else [["alice"], [None]]
+    for first, *others in sessions:
+        async with signed(house(staff_and_guests()), *era, caller=first) as session:
+            for session.caller in (first, *others):
+                client, offered = session.client, callers[session.caller]
+                assert await listed(client) == await documented(client) == offered
+                for module_id in offered:
+                    assert (await client.read_resource(f"docs://{module_id}")).contents
+                    assert not (await client.call_tool(module_id)).is_error
+                for module_id in set(EVERYTHING) - {*offered}:
+                    assert await refusal(client, module_id) == await refusal(client, "no.such")
+                    assert text_of(await client.call_tool(module_id)) == "Access denied"
 
 
-async def test_on_stdio_the_caller_has_no_name(mode: str) -> None:
+async def test_on_stdio_the_caller_has_no_name() -> None:
     text = """
 from apcore import ACL, ACLRule
 @tool
@@ -84,11 +81,11 @@ def b(inputs, context): return {}
 staff = ACLRule(["@external"], ["t.b"], "allow", conditions={"roles": ["staff"]})
 serve(Executor(registry, acl=ACL([ACLRule(["@external"], ["t.a"], "allow"), staff], default_effect="deny")))
 """
-    async with asyncio.timeout(30), client_of(stdio(program(text)), mode) as client:
+    async with asyncio.timeout(30), client_of(stdio(program(text))) as client:
         assert await listed(client) == ["t.a"]
 
 
-async def test_what_is_allowed_after_approval_is_offered_and_without_an_acl_of_apcores_class_everything() -> None:
+async def test_only_apcores_acl_decides_what_is_offered() -> None:
     class OnTuesdays:
         def check(self, caller_id: object, target_id: object, context: object) -> bool:
             return False
@@ -139,7 +136,7 @@ class Later:
         return bool(value)
 
 
-async def test_a_condition_may_take_its_time_and_one_that_raises_hides_at_most_its_module(
+async def test_a_condition_that_raises_hides_its_module_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     later = Later()
@@ -176,7 +173,7 @@ def offered_to_openai(executor: Executor, identity: Identity | None = None, **op
     return [tool["function"]["name"] for tool in to_openai_tools(executor, identity=identity, **options)]
 
 
-async def test_openai_is_offered_what_an_identity_may_call_and_without_one_everything() -> None:
+async def test_openai_is_offered_what_an_identity_may_call() -> None:
     entries: list[Any] = []
     executor = house(staff_and_guests(audit_logger=entries.append))
     ann, bob = Identity("ann", roles=("write",)), Identity("bob")
