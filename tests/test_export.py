@@ -13,11 +13,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from apcore import Registry
-from conftest import EXTENSIONS, MODULE, ROOT, RawClient
+from conftest import EXTENSIONS, MODULE, ROOT, RawClient, serving
 from jsonschema import Draft202012Validator
-from support import messages_logged, run
+from support import answer, messages_logged, modern, run
 
 import apcore_mcp
 from apcore_mcp import discover, to_openai_tools
@@ -26,14 +27,19 @@ from apcore_mcp.__main__ import main
 Capture = pytest.CaptureFixture[str]
 
 
-def test_modules_that_print_change_no_export(extensions: Path) -> None:
+def test_an_export_is_alone_on_stdout_and_utf8(extensions: Path) -> None:
+    """Whatever modules print, and whatever the terminal is."""
     noise = "import os, subprocess\nprint('by print')\nos.write(1, b'by os\\n')\nsubprocess.run(['echo', 'by child'])\n"
-    (extensions / "hand" / "write.py").write_text(noise + MODULE.format(tag="calm"))
-    ended = run("--extensions-dir", str(extensions), "--export", "mcp")
-    assert len(json.loads(ended.stdout)) == 3, ended.stderr
+    text = MODULE.format(tag="calm").replace('"Say it"', '"1 → 2 ≠ 3"; documentation = "\\ud800"')
+    (extensions / "hand" / "write.py").write_text(noise + text, encoding="utf-8")
+    options: Any = {"env": {**os.environ, "PYTHONIOENCODING": "ascii"}, "encoding": "utf-8", "cwd": extensions.parent}
+    directory = f"./{extensions.name}"  # which counts from where the command is run
+    ended = run("--extensions-dir", directory, "--export", "markdown", **options)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("# Tools of apcore-mcp\n")
+    assert "1 → 2 ≠ 3" in ended.stdout
     assert {"by print", "by os", "by child"} <= {*ended.stderr.splitlines()}
-    ended = run("--extensions-dir", str(extensions), "--check", "--prefix", "hand")
-    assert (ended.stdout, ended.returncode) == ("hand.write\n1 tool would be served, 0 left out\n", 0)
+    assert "by " not in ended.stdout.replace("by another", "")
 
 
 @pytest.mark.parametrize("form", ["openai", "openai-strict"])
@@ -45,11 +51,10 @@ def test_for_openai_as_to_openai_tools(extensions: Path, capfd: Capture, form: s
 
 
 def test_for_mcp_as_tools_list(extensions: Path, capfd: Capture) -> None:
-    arguments = ["--extensions-dir", str(extensions), "--tool-names", "portable"]
-    assert main([*arguments, "--export", "mcp"]) == 0
-    with RawClient([sys.executable, "-m", "apcore_mcp", *arguments]) as client:
-        client.initialize()
-        listed = client.request("tools/list")["result"]["tools"]
+    arguments = ["--extensions-dir", str(extensions), "--tool-names", "portable", "--export", "mcp"]
+    assert main(arguments) == 0
+    with serving(discover(extensions), tool_names="portable") as url, httpx.Client(trust_env=False) as http:
+        listed = answer(http.post(f"{url}/mcp", **modern("tools/list")))["result"]["tools"]
     assert json.loads(capfd.readouterr().out) == listed
 
 
@@ -70,7 +75,7 @@ IMPORTS = """
 from datetime import date
 from decimal import Decimal
 from typing import Literal
-from apcore import ModuleExample
+from apcore import ModuleAnnotations, ModuleExample
 from pydantic import BaseModel, Field
 
 class Day(BaseModel):
@@ -167,20 +172,37 @@ def test_document_examples_are_made_of_plain_values(capfd: Capture, tmp_path: Pa
     assert blocks(sections[3]) == [function["function"]["parameters"]]
 
 
-def test_document_purpose_is_description_and_documentation(capfd: Capture, tmp_path: Path) -> None:
-    """With its headings below ours."""
-    sections = documented(tmp_path, capfd, "Takes.documentation = '# A\\n\\n## C'")
-    assert sections[1].strip() == "Takes it.\n\n#### A\n\n##### C"
+def model(field: str) -> str:
+    return f"class In(BaseModel):\n    field: str = {field}\nTakes.input_schema = In"
 
 
-NO_SAMPLE = ["Field(pattern='^[A-Z]{3}$')", r"Field(pattern=r'^\p{L}+$')", "Field(json_schema_extra={'not': {}})"]
+FILES = """
+class Output(BaseModel):
+    chart: str = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
+    key: str = Field(json_schema_extra={"x-sensitive": True})
+Takes.output_schema = Output
+"""
+NO_SAMPLE = {3: "| `field` | string | Yes |  |  |", 7: "\n\nNone can be made up from the schema.\n"}
+# What a module says, and what stands in a section of its document.
+TOLD: dict[str, tuple[str, dict[int, str]]] = {
+    "documentation, its headings below ours": (
+        "Takes.documentation = '# A\\n\\n## C'", {1: "\n\nTakes it.\n\n#### A\n\n##### C\n"},
+    ),
+    "files": (FILES, {4: "`chart` comes as content of type `image/png`.", 8: "sensitive values"}),
+    "no valid text": (model("Field(pattern='^[A-Z]{3}$')"), NO_SAMPLE),
+    "a pattern that is none of Python's": (model(r"Field(pattern=r'^\p{L}+$')"), NO_SAMPLE),
+    "nothing is valid": (model("Field(json_schema_extra={'not': {}})"), NO_SAMPLE),
+    "a text of a format": (model("Field(json_schema_extra={'format': 'ipv4'})"), NO_SAMPLE),
+    "a read-only module": ("Takes.annotations = ModuleAnnotations(readonly=True)", {6: "Idempotent: ", 8: "It only r"}),
+    "an idempotent module": ("Takes.annotations = ModuleAnnotations(idempotent=True)", {6: "Idempotent: to repeat it"}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("field", NO_SAMPLE)
-def test_document_example_is_valid_or_there_is_none(field: str, capfd: Capture, tmp_path: Path) -> None:
-    sections = documented(tmp_path, capfd, f"class In(BaseModel):\n    field: str = {field}\nTakes.input_schema = In")
-    assert sections[7].strip() == "None can be made up from the schema."
-    assert "| `field` | string | Yes |  |  |" in sections[3]
+@pytest.mark.parametrize(("source", "told"), TOLD.values(), ids=TOLD)
+def test_document_says_what_the_module_does(capfd: Capture, tmp_path: Path, source: str, told: dict[int, str]) -> None:
+    sections = documented(tmp_path, capfd, source)
+    for number, text in told.items():
+        assert text in sections[number]
 
 
 def test_document_examples_are_the_modules_own(capfd: Capture, tmp_path: Path) -> None:
@@ -193,29 +215,6 @@ def test_document_examples_are_the_modules_own(capfd: Capture, tmp_path: Path) -
         """
     sections = documented(tmp_path, capfd, source)
     assert check_examples(sections, "takes") == [{"day": "2026-02-03"}, {"day": "2026-02-04"}]
-
-
-def test_document_names_files_that_a_tool_returns(capfd: Capture, tmp_path: Path) -> None:
-    source = """
-        class Output(BaseModel):
-            chart: str = Field(json_schema_extra={"contentEncoding": "base64", "contentMediaType": "image/png"})
-            key: str = Field(json_schema_extra={"x-sensitive": True})
-        Takes.output_schema = Output
-        """
-    sections = documented(tmp_path, capfd, source)
-    assert "`chart` comes as content of type `image/png`." in sections[4]
-    assert "sensitive values" in sections[8]
-
-
-def test_document_is_utf8_whatever_the_terminal_is(extensions: Path) -> None:
-    text = MODULE.format(tag="calm").replace('"Say it"', '"1 → 2 ≠ 3"; documentation = "\\ud800"')
-    (extensions / "hand" / "write.py").write_text(text, encoding="utf-8")
-    options: Any = {"env": {**os.environ, "PYTHONIOENCODING": "ascii"}, "encoding": "utf-8", "cwd": extensions.parent}
-    directory = f"./{extensions.name}"  # which counts from where the command is run
-    ended = run("--extensions-dir", directory, "--export", "markdown", **options)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("# Tools of apcore-mcp\n")
-    assert "1 → 2 ≠ 3" in ended.stdout
 
 
 # ---- --export client ----
@@ -268,18 +267,17 @@ def test_client_entry_has_the_flags_of_variables_too(
     """Before those that are given, which win there as here."""
     (tmp_path / "log.json").write_text('{"version": 1}')
     monkeypatch.chdir(extensions.parent)
-    for name, value in {"TAGS": "public calm", "PREFIX": "hand", "NAME": "", "EXTENSIONS_DIR": extensions.name}.items():
+    variables = {"TAGS": "public calm", "PREFIX": "hand", "NAME": "", "EXTENSIONS_DIR": extensions.name}
+    for name, value in variables.items():
         monkeypatch.setenv(f"APCORE_MCP_{name}", value)
     assert main(["--export", "client", "--prefix", "voice", "--log-config", "log.json"]) == 0
     (entry,) = json.loads(capfd.readouterr().out)["mcpServers"].values()
     assert entry["env"].keys() == {"PYTHONPATH"}
-    for name in ("TAGS", "PREFIX", "NAME", "EXTENSIONS_DIR"):
+    for name in variables:
         monkeypatch.delenv(f"APCORE_MCP_{name}")
-    command = [entry["command"], *entry["args"]]
-    with RawClient(command, cwd="/", env=entry["env"]) as client:
-        client.initialize()
-        (tool,) = client.request("tools/list")["result"]["tools"]
-    assert tool["name"] == "voice.shout"
+    monkeypatch.chdir("/")
+    assert main([*entry["args"][2:], "--check"]) == 0
+    assert capfd.readouterr().err == "voice.shout\n1 tool would be served, 0 left out\n"  # where stdout leads by now
 
 
 @pytest.mark.parametrize(
@@ -374,7 +372,9 @@ def test_check_of_an_empty_folder_fails(tmp_path: Path, capfd: Capture, caplog: 
     assert messages_logged(caplog) == ["No modules registered"]
 
 
-def test_of_check_and_export_the_last_one_wins(extensions: Path) -> None:
-    check = ["--extensions-dir", str(extensions), "--check"]
-    assert run(*check, "--export", "mcp").stdout.startswith("[")
-    assert run("--export", "mcp", *check).stdout.endswith("3 tools would be served, 0 left out\n")
+@pytest.mark.parametrize(
+    ("flags", "printed"), [("--check --export mcp", "]\n"), ("--export mcp --check", "served, 0 left out\n")]
+)
+def test_of_check_and_export_the_last_one_wins(extensions: Path, capfd: Capture, flags: str, printed: str) -> None:
+    assert main(["--extensions-dir", str(extensions), *flags.split()]) == 0
+    assert capfd.readouterr().out.endswith(printed)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import MODULE, RawClient, command
-from support import META, ended_well, enveloped, exported_names, run, wait_for_stderr
+from support import META, ended_well, enveloped, exported_names, wait_for_stderr
 
 import apcore_mcp
 from apcore_mcp import serve
@@ -61,6 +61,8 @@ def status_of(arguments: list[str]) -> object:
         (["--name", ""], "server name must not be empty"),
         (["--name", "n" * 256], "name must not exceed 255 characters"),
         (["--export", "client", "--prefix", ""], "prefix must not be empty"),
+        (["--check", "--explorer-prefix", "x"], "explorer_prefix must be a path of its own, like /explorer; got 'x'"),
+        (["--check", "--timeout", "nan"], "apcore-mcp timeout: Input should be a finite number"),
     ],
     ids=str,
 )
@@ -76,13 +78,6 @@ def test_status_1_for_a_value_that_is_not_allowed(
     assert (status, printed.out) == (1, "")
     assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("arguments", [["--explorer-prefix", "explorer"], ["--timeout", "nan"]], ids=str)
-def test_status_1_for_what_serve_refuses(extensions: Path, capsys: Capture, arguments: list[str]) -> None:
-    assert main(["--extensions-dir", str(extensions), "--check", *arguments]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"Error: .*(explorer_prefix|timeout)", line)
 
 
 @pytest.mark.requirement("FR-CLI-003", "FR-CLI-006", "FR-CLI-008")
@@ -120,13 +115,12 @@ def test_status_2_for_an_address_that_cannot_be_had(
     assert (line[:7], printed.out, caplog.text) == ("Error: ", "", "")
 
 
-def test_an_interrupt_while_modules_are_loaded_ends_the_program(tmp_path: Path) -> None:
+def test_an_interrupt_while_modules_are_loaded_ends_the_program(tmp_path: Path, capfd: Capture) -> None:
     (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     (tmp_path / "zebra.py").write_text("print('loaded all the same')\n")
-    ended = run("--extensions-dir", str(tmp_path))
-    assert ended.returncode != 0
-    assert "loaded all the same" not in ended.stderr
-    assert "server started" not in ended.stderr
+    with pytest.raises(KeyboardInterrupt):
+        main(["--extensions-dir", str(tmp_path), "--check"])
+    assert capfd.readouterr() == ("", "")
 
 
 # ---- Flags ----
@@ -193,6 +187,7 @@ def test_options_reach_the_server_and_its_start_is_logged() -> None:
     lines = stderr.decode().splitlines()
     assert any(line.endswith("apcore-mcp server started: 1 tool registered, transport=stdio") for line in lines)
     assert any("Tool call: units" in line for line in lines)
+    assert not any("Tool call ended" in line for line in lines), "the access log is off"
     assert b"--export" not in stderr, "a hint for who is at a terminal"
 
 
@@ -210,15 +205,6 @@ def test_log_level_warning_hides_the_start(tmp_path: Path) -> None:
     warning = "WARNING: No modules registered; server starting with zero tools"
     assert status == 0
     assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {warning}\n", stderr.decode())
-
-
-def test_access_log_is_a_line_for_each_call(extensions: Path) -> None:
-    for flags, count in ([], 0), (["--access-log"], 1):
-        with RawClient(command("--extensions-dir", str(extensions), *flags)) as client:
-            client.initialize()
-            client.request("tools/call", {"name": "voice.say", "arguments": {"text": "hello"}})
-            lines = client.end()[1].decode().splitlines()
-        assert len([line for line in lines if "voice.say" in line]) == count
 
 
 def test_a_hint_at_a_terminal(
@@ -261,15 +247,17 @@ def test_a_variable_stands_for_its_flag(
     assert export(*flags.split(), **variables) == names
 
 
-def test_a_variable_turns_a_switch_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = 'from apcore.decorator import module\n@module\ndef fail() -> int:\n    raise LookupError("of the module")\n'
-    (tmp_path / "t.py").write_text(text)
-    for value, told in ("true", "Internal error occurred"), ("false", "of the module"):
-        monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", value)
-        with RawClient(command("--extensions-dir", str(tmp_path))) as client:
-            client.initialize()
-            result = client.request("tools/call", {"name": "t.fail", "arguments": {}})["result"]
-        assert told in result["content"][0]["text"]
+def test_a_variable_turns_a_switch_off_and_a_flag_another_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.py").write_text(
+        "from apcore.decorator import module\n@module\ndef fail() -> int: raise LookupError('of the module')\n"
+    )
+    monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", "false")
+    with RawClient(command("--extensions-dir", str(tmp_path), "--access-log")) as client:
+        client.initialize()
+        result = client.request("tools/call", {"name": "t.fail", "arguments": {}})["result"]
+        lines = client.end()[1].decode().splitlines()
+    assert "of the module" in result["content"][0]["text"]
+    assert len([line for line in lines if "INFO: Tool call ended: t.fail, " in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -296,16 +284,19 @@ def test_a_wrong_value_of_a_variable_is_refused(
     assert "S3CR3T" not in printed
 
 
-def test_no_secret_of_the_environment_is_shown(extensions: Path) -> None:
+def test_no_secret_of_the_environment_is_shown(
+    extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variables = {"EXTENSIONS_DIR": str(extensions), "PREFIX": "voice", "EXPORT": "mcp", "STATE_KEY": SECRET}
-    variables |= {"TRANSPORT": "streamable-http", "STATELESS": "true"}
-    environment = os.environ | {f"APCORE_MCP_{name}": value for name, value in variables.items()}
-    ended = run(env=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert len(json.loads(ended.stdout)) == 2
-    for arguments in (["--help"], ["--export=client"], ["--export=client", "--transport=stdio"], ["--port=0"]):
-        ended = run(*arguments, env=environment)
-        assert SECRET not in ended.stdout + ended.stderr
+    for name, value in (variables | {"TRANSPORT": "streamable-http", "STATELESS": "true"}).items():
+        monkeypatch.setenv(f"APCORE_MCP_{name}", value)
+    assert main([]) == 0
+    assert len(json.loads(capfd.readouterr().out)) == 2
+    for arguments in ("--help", "--export=client", "--export=client --transport=stdio", "--port=0"):
+        status_of(arguments.split())
+        printed = capfd.readouterr()
+        assert printed.out + printed.err
+        assert SECRET not in printed.out + printed.err
 
 
 def test_the_library_reads_no_variable(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,6 @@ from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler, AutoApproveHandler
 from apcore.context import Identity
 from conftest import ANYTHING, ROOT, FunctionalModule, connect, echo, registry_of
-from generated import QUICK, models
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 from support import UNASKED, messages_logged, subschemas
@@ -46,66 +43,90 @@ def names_of(tools: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.requirement("FR-OPENAI-001", "FR-EXEC-006")
-@pytest.mark.parametrize("count", [0, 1, 100])
-def test_every_module_becomes_one_function(count: int) -> None:
-    registry = registry_of({f"m{i:03}.run": accepting({"properties": {"x": INTEGER}}) for i in range(count)})
+def test_every_module_becomes_one_function() -> None:
+    registry = registry_of({f"m{i}.run": accepting({"properties": {"x": INTEGER}}) for i in range(3)})
     parameters = {"type": "object", "properties": {"x": INTEGER}}
     function = {"description": "A module of a test", "parameters": parameters}
-    expected = [{"type": "function", "function": {"name": f"m{i:03}-run", **function}} for i in range(count)]
-    assert to_openai_tools(registry) == expected
-    assert to_openai_tools(Executor(registry)) == to_openai_tools(registry)
+    expected = [{"type": "function", "function": {"name": f"m{i}-run", **function}} for i in range(3)]
+    assert to_openai_tools(registry) == to_openai_tools(Executor(registry)) == expected
+    assert to_openai_tools(Registry()) == []
 
 
 @pytest.mark.requirement("FR-OPENAI-001")
-def test_the_definitions_are_made_of_plain_built_in_types() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_definitions_are_made_of_plain_built_in_types(strict: bool) -> None:
     """A module may well have put subclasses and tuples into its schema."""
 
     class Text(str):
         pass
 
     schema = {"properties": {Text("p"): {"enum": [Text("a"), 1, 1.5, True, None], "default": (1, Text("b"))}}}
-    for strict in (False, True):
-        (tool,) = to_openai_tools(registry_of({"m.a": accepting(schema)}), strict=strict, embed_annotations=True)
-        assert tool == json.loads(json.dumps(tool))
-        values = tool["function"]["parameters"]["properties"]["p"]["enum"]
-        assert [type(value) for value in values] == [str, int, float, bool, type(None)]
+    (tool,) = to_openai_tools(registry_of({"m.a": accepting(schema)}), strict=strict, embed_annotations=True)
+    assert tool == json.loads(json.dumps(tool))
+    values = tool["function"]["parameters"]["properties"]["p"]["enum"]
+    assert [type(value) for value in values] == [str, int, float, bool, type(None)]
 
 
 @pytest.mark.parametrize("source", ["./extensions", None, {}, Registry], ids=["str", "NoneType", "dict", "type"])
-def test_neither_registry_nor_executor_is_a_type_error(source: Any) -> None:
+async def test_neither_registry_nor_executor_is_a_type_error(source: Any) -> None:
     words = re.escape(f"Expected Registry or Executor instance, got {type(source).__name__}")
     with pytest.raises(TypeError, match=words):
         to_openai_tools(source)
     with pytest.raises(TypeError, match=words):
         from_openai_call(source, "m-a", "{}")
+    with pytest.raises(TypeError, match=words):
+        await run_openai_call(source, "m-a", "{}")
 
 
 TAGGED = {"api.users.get": ["public", "read"], "api.users.set": ["public"], "apis.other": ["public", "read"], "z.a": []}
+FILTERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "none": ({"tags": [], "prefix": None}, [*TAGGED]),
+    "all of two tags": ({"tags": ["read", "public"]}, ["api.users.get", "apis.other"]),
+    "prefix": ({"prefix": "api."}, ["api.users.get", "api.users.set"]),
+    "whole ID": ({"prefix": "api.users.set"}, ["api.users.set"]),
+    "unknown": ({"tags": ["read"], "prefix": "nonexistent."}, []),
+    "both": ({"tags": ["read"], "prefix": "api."}, ["api.users.get"]),
+}
 
 
 @pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
+@pytest.mark.parametrize(("filters", "offered"), FILTERS.values(), ids=FILTERS)
+async def test_tags_and_prefix_choose_what_is_offered_and_what_is_run(
+    filters: dict[str, Any], offered: list[str]
+) -> None:
+    registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
+    assert names_of(to_openai_tools(registry, **filters)) == [module_id.replace(".", "-") for module_id in offered]
+    for module_id in TAGGED:
+        name = module_id.replace(".", "-")
+        text = await run_openai_call(registry, name, "{}", **filters)
+        if module_id in offered:
+            assert from_openai_call(registry, name, "{}", **filters) == (module_id, {})
+            assert text == "{}"
+        else:
+            assert text == f"Module not found: {name}"
+            with pytest.raises(ValueError, match=name):
+                from_openai_call(registry, name, "{}", **filters)
+
+
 @pytest.mark.parametrize(
-    ("filters", "expected"),
+    ("options", "exception", "words"),
     [
-        pytest.param({"tags": [], "prefix": None}, [i.replace(".", "-") for i in TAGGED], id="none"),
-        pytest.param({"tags": ["read", "public"]}, ["api-users-get", "apis-other"], id="all-of-two-tags"),
-        pytest.param({"prefix": "api."}, ["api-users-get", "api-users-set"], id="prefix"),
-        pytest.param({"tags": ["read"], "prefix": "nonexistent."}, [], id="unknown"),
-        pytest.param({"tags": ["read"], "prefix": "api."}, ["api-users-get"], id="both"),
+        ({"tags": ["a", ""]}, ValueError, "Tag values must not be empty"),
+        ({"prefix": ""}, ValueError, "prefix must not be empty"),
+        ({"approval": "ask"}, ValueError, "Unknown approval"),
+        ({"approval": 5}, TypeError, r"run_openai_call\(\) approval"),
+        ({"content": "images"}, ValueError, "content must be text or parts"),
     ],
 )
-def test_tags_and_prefix_choose_modules(filters: dict[str, Any], expected: list[str]) -> None:
-    registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
-    assert names_of(to_openai_tools(registry, **filters)) == expected
-
-
-@pytest.mark.parametrize(
-    ("filters", "words"),
-    [({"tags": ["a", ""]}, "Tag values must not be empty"), ({"prefix": ""}, "prefix must not be empty")],
-)
-def test_a_wrong_filter_is_refused(filters: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        to_openai_tools(registry_of({"m.a": echo}), **filters)
+async def test_wrong_options_are_the_programs_fault(
+    options: dict[str, Any], exception: type[Exception], words: str
+) -> None:
+    registry = registry_of({"m.a": echo})
+    with pytest.raises(exception, match=words):
+        await run_openai_call(registry, "m-a", "{}", **options)
+    if options.keys() & {"tags", "prefix"}:
+        with pytest.raises(exception, match=words):
+            to_openai_tools(registry, **options)
 
 
 NO_SERVER = """
@@ -145,16 +166,21 @@ def test_definitions_are_made_without_openai_and_without_a_server_stack() -> Non
 @pytest.mark.parametrize(
     ("module_id", "name"),
     [
-        pytest.param("simple", "simple", id="no-dot"),
-        pytest.param("comfyui.work_flow.execute", "comfyui-work_flow-execute", id="two-dots"),
-        pytest.param("a" * 31 + "." + "b" * 32, "a" * 31 + "-" + "b" * 32, id="64-characters"),
-        pytest.param("a" * 55 + ".b0123456", "a" * 55 + "-b0123456", id="64-characters-that-look-shortened"),
+        ("simple", "simple"),
+        ("comfyui.work_flow.execute", "comfyui-work_flow-execute"),
+        ("a" * 31 + "." + "b" * 32, "a" * 31 + "-" + "b" * 32),
+        ("a" * 55 + ".b0123456", "a" * 55 + "-b0123456"),
+        # Longer than a name may be, and nothing that was shortened.
+        ("a" * 54 + ".0123456789", None),
     ],
+    ids=["no dot", "two dots", "64 characters", "64 that look shortened", "65 that look shortened"],
 )
-def test_dots_become_hyphens_and_come_back(module_id: str, name: str) -> None:
+def test_dots_become_hyphens_and_come_back(module_id: str, name: str | None) -> None:
+    if name is None:
+        assert from_openai_name(module_id.replace(".", "-")) == module_id
+        return
     assert names_of(to_openai_tools(registry_of({module_id: echo}))) == [name]
-    assert from_openai_name(name) == module_id
-    assert from_openai_name(name, registry_of({})) == module_id
+    assert from_openai_name(name) == from_openai_name(name, registry_of()) == module_id
 
 
 class Hyphened(Registry):
@@ -200,34 +226,25 @@ async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> N
         assert [tool.name for tool in (await client.list_tools()).tools] == names
 
 
-# ---- Annotations ----
+ALL_FIVE = "readonly=true, destructive=true, idempotent=true, requires_approval=true, open_world=false"
 
 
 @pytest.mark.requirement("FR-ANNOT-007", "FR-OPENAI-004")
 @pytest.mark.parametrize(
     ("annotations", "suffix"),
     [
-        pytest.param(ModuleAnnotations(), "", id="defaults"),
-        pytest.param(ModuleAnnotations(readonly=True, idempotent=True), "readonly=true, idempotent=true", id="two"),
-        pytest.param(
-            ModuleAnnotations(True, True, True, True, False),
-            "readonly=true, destructive=true, idempotent=true, requires_approval=true, open_world=false",
-            id="all-five",
-        ),
-        pytest.param(ModuleAnnotations(streaming=False, cacheable=True, paginated=True), "", id="others-are-not-told"),
+        (ModuleAnnotations(streaming=False, cacheable=True, paginated=True), ""),
+        (ModuleAnnotations(readonly=True, idempotent=True), "\n\n[Annotations: readonly=true, idempotent=true]"),
+        (ModuleAnnotations(True, True, True, True, False), f"\n\n[Annotations: {ALL_FIVE}]"),
     ],
+    ids=["others", "two", "five"],
 )
-def test_the_description_tells_the_annotations_that_are_not_the_default(
-    annotations: ModuleAnnotations, suffix: str
-) -> None:
+def test_the_description_tells_annotations(annotations: ModuleAnnotations, suffix: str) -> None:
+    """Those that are not the default."""
     registry = registry_of({"m.a": FunctionalModule(echo, annotations=annotations, description="Text.")})
-
-    def description(**options: Any) -> str:
-        (tool,) = to_openai_tools(registry, **options)
-        return str(tool["function"]["description"])
-
-    assert description() == description(embed_annotations=False) == "Text."
-    assert description(embed_annotations=True) == "Text." + (f"\n\n[Annotations: {suffix}]" if suffix else "")
+    for embed, text in ((False, "Text."), (True, f"Text.{suffix}")):
+        (tool,) = to_openai_tools(registry, embed_annotations=embed)
+        assert tool["function"]["description"] == text
 
 
 # ---- Strict mode ----
@@ -295,74 +312,59 @@ PART = {"type": "object", "properties": {"b": {**INTEGER, "default": 1}, "a": ST
 PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"], "description": "(default: 1)"}})
 
 
+def optional(schema: Any) -> dict[str, Any]:
+    return {"anyOf": [schema, NULL]}
+
+
+MAYBE_INTEGER, MAYBE_STRING = {"type": ["integer", "null"]}, {"type": ["string", "null"]}
+FEW = {"type": "array", "contains": {"const": "a"}, "minItems": 1}
+FEW_TOLD = {"type": "array", "items": {}, "minItems": 1, "description": '(contains: {"const":"a"})'}
+TOLD = {"pattern": "^(?!-)", "maxLength": 40}
+TOLD_TEXT = "Where. (pattern: ^(?!-), maxLength: 40)"
+LIKE_KEYWORDS = dict.fromkeys(("default", "x-y", "properties", "required"), STRING)
+DATA = [{"default": 1, "title": "T", "x-y": 2}]
+EITHER = {"anyOf": [PART_CLOSED, INTEGER]}
+# A property, and what it becomes: if it is required, and if it is not. `...` is what it was.
+STRICT: dict[str, tuple[Any, Any, Any]] = {
+    "two types": ({"type": ["integer", "string"]}, ..., {"type": ["integer", "string", "null"]}),
+    "pydantic's Optional": (optional(STRING) | {"default": None, "title": "P"}, optional(STRING), optional(STRING)),
+    "union": ({"anyOf": [STRING, INTEGER]}, ..., optional({"anyOf": [STRING, INTEGER]})),
+    "type and union": ({**STRING, "anyOf": [{"pattern": "a"}]}, ..., {**MAYBE_STRING, "anyOf": [{"pattern": "a"}]}),
+    "anything": ({}, ..., ...),
+    "array of objects": ({"type": "array", "items": PART}, {"type": "array", "items": PART_CLOSED}, None),
+    "object": (PART, PART_CLOSED, {**PART_CLOSED, "type": ["object", "null"]}),
+    "oneOf": ({"oneOf": [PART, INTEGER]}, EITHER, optional(EITHER)),
+    "allOf": ({"allOf": [PART]}, {"allOf": [PART_CLOSED]}, optional({"allOf": [PART_CLOSED]})),
+    "not": ({"not": NULL}, ..., optional({"not": NULL})),
+    "closed": ({"type": "object", "additionalProperties": False}, closed({}), None),
+    "enum": ({"enum": ["a", 1]}, ..., {"enum": ["a", 1, None]}),
+    "enum without null": (MAYBE_STRING | {"enum": ["a"]}, ..., MAYBE_STRING | {"enum": ["a", None]}),
+    "const": ({"const": "a"}, ..., optional({"const": "a"})),
+    "const with a default": ({"const": True, "default": False}, {"const": True}, optional({"const": True})),
+    "told": (
+        {**STRING, "minLength": 1, "format": "uri"}, {**STRING, "description": "(minLength: 1, format: uri)"},
+        {**MAYBE_STRING, "description": "(minLength: 1, format: uri)"},
+    ),
+    "told in words": ({**STRING, **TOLD, "description": "Where."}, {**STRING, "description": TOLD_TEXT}, None),
+    "told as JSON": (FEW, FEW_TOLD, None),
+    "default that null is not": (optional(INTEGER) | {"default": 1}, optional(INTEGER), optional(INTEGER)),
+    "what OpenAI takes": ({**STRING, "format": "date", "pattern": "^2"}, ..., None),
+    "extensions": ({**STRING, "x-sensitive": True, "x-unit": {"default": 1}}, STRING, MAYBE_STRING),
+    "like keywords": (
+        {"type": "object", "properties": LIKE_KEYWORDS, "required": [*LIKE_KEYWORDS]}, closed(LIKE_KEYWORDS), None,
+    ),
+    "data": ({"enum": DATA}, ..., {"enum": [*DATA, None]}),
+}  # fmt: skip
+
+
 @pytest.mark.requirement("FR-OPENAI-003")
-@pytest.mark.parametrize(
-    ("properties", "required", "expected"),
-    [
-        pytest.param({"p": {"type": ["integer", "string"]}}, [], {"p": {"type": ["integer", "string", "null"]}},
-                     id="optional-of-two-types"),
-        pytest.param({"p": {"anyOf": [STRING, NULL], "default": None, "title": "P"}}, [],
-                     {"p": {"anyOf": [STRING, NULL]}}, id="pydantic-optional"),
-        pytest.param({"p": {"anyOf": [STRING, INTEGER]}}, [], {"p": {"anyOf": [{"anyOf": [STRING, INTEGER]}, NULL]}},
-                     id="optional-union"),
-        pytest.param({"p": {}}, [], {"p": {}}, id="anything"),
-        pytest.param({"p": {"type": "array", "items": PART}}, ["p"], {"p": {"type": "array", "items": PART_CLOSED}},
-                     id="array-of-objects"),
-        pytest.param({"p": {"oneOf": [PART, NULL]}}, ["p"], {"p": {"anyOf": [PART_CLOSED, NULL]}}, id="oneOf"),
-        pytest.param({"p": {"oneOf": [INTEGER, STRING], "description": "D"}}, [],
-                     {"p": {"anyOf": [{"anyOf": [INTEGER, STRING], "description": "D"}, NULL]}}, id="optional-oneOf"),
-        pytest.param({"p": {**STRING, "minLength": 1, "format": "uri"}}, [],
-                     {"p": {"type": ["string", "null"], "description": "(minLength: 1, format: uri)"}},
-                     id="told-alone"),
-        pytest.param({"p": {**STRING, "pattern": "^(?!-)", "maxLength": 40, "description": "Where."}}, ["p"],
-                     {"p": {**STRING, "description": "Where. (pattern: ^(?!-), maxLength: 40)"}}, id="told-in-words"),
-        pytest.param({"p": {**STRING, "format": "date", "pattern": "^2"}}, ["p"],
-                     {"p": {**STRING, "format": "date", "pattern": "^2"}}, id="what-openai-takes"),
-        pytest.param({"p": {"type": "array", "contains": {"const": "a"}, "minItems": 1}}, ["p"],
-                     {"p": {"type": "array", "items": {}, "minItems": 1, "description": '(contains: {"const":"a"})'}},
-                     id="told-as-json"),
-        pytest.param({"p": {"anyOf": [INTEGER, NULL], "default": 1}}, [], {"p": {"anyOf": [INTEGER, NULL]}},
-                     id="default-that-null-is-not"),
-        pytest.param({"p": {"allOf": [PART]}}, ["p"], {"p": {"allOf": [PART_CLOSED]}}, id="allOf"),
-        pytest.param({"p": {"type": "object", "additionalProperties": False}}, ["p"], {"p": closed({})},
-                     id="closed-already"),
-        pytest.param({}, [], {}, id="nothing"),
-        pytest.param({"default": STRING, "title": PART, "x-y": STRING, "properties": STRING, "required": STRING},
-                     ["default", "title", "x-y", "properties", "required"],
-                     {"default": STRING, "title": PART_CLOSED, "x-y": STRING, "properties": STRING, "required": STRING},
-                     id="properties-called-like-keywords"),
-        pytest.param({"p": {**STRING, "x-sensitive": True, "x-unit": {"default": 1}, "description": "D"}}, ["p"],
-                     {"p": {**STRING, "description": "D"}}, id="extensions"),
-        pytest.param({"p": {"enum": [{"default": 1, "title": "T", "x-y": 2}]}}, ["p"],
-                     {"p": {"enum": [{"default": 1, "title": "T", "x-y": 2}]}}, id="data-is-not-stripped"),
-    ],
-)  # fmt: skip
-def test_strict_mode_requires_every_property_and_closes_every_object(
-    properties: dict[str, Any], required: list[str], expected: dict[str, Any]
-) -> None:
-    assert strict_parameters({"type": "object", "properties": properties, "required": required}) == closed(expected)
-
-
-@pytest.mark.parametrize(
-    ("schema", "accepted", "refused"),
-    [
-        pytest.param({"const": "a"}, ["a", None], ["b", 1], id="const"),
-        pytest.param({"enum": ["a", 1]}, ["a", 1, None], ["b"], id="enum"),
-        pytest.param({"type": ["string", "null"], "enum": ["a"]}, ["a", None], ["b"], id="enum-that-forgot-null"),
-        pytest.param({"anyOf": [{**STRING, "enum": ["a"]}, INTEGER]}, ["a", 1, None], ["b"], id="union-with-enum"),
-        pytest.param({"type": "string", "anyOf": [{"pattern": "^a"}]}, ["ab", None], ["b", 1], id="type-and-union"),
-        pytest.param({"allOf": [INTEGER, {"minimum": 1}]}, [1, None], [0, "a"], id="allOf"),
-        pytest.param({"not": NULL}, [1, None], [], id="not"),
-        pytest.param(PART, [{"a": "", "b": None}, {"a": "", "b": 1}, None], [{"a": ""}, {"a": None, "b": 1}],
-                     id="object"),
-    ],
-)  # fmt: skip
-def test_an_optional_property_accepts_what_it_did_and_null(
-    schema: dict[str, Any], accepted: list[Any], refused: list[Any]
-) -> None:
-    validator = Draft202012Validator(strict_parameters({"type": "object", "properties": {"p": schema}}))
-    assert [value for value in accepted + refused if validator.is_valid({"p": value})] == accepted
-    assert not validator.is_valid({})
+@pytest.mark.parametrize(("schema", "required", "left_out"), STRICT.values(), ids=STRICT)
+def test_strict_mode_requires_every_property_and_closes_every_object(schema: Any, required: Any, left_out: Any) -> None:
+    both = {"type": "object", "properties": {"p": schema, "q": schema}, "required": ["p"]}
+    parameters = strict_parameters(both)
+    assert parameters["properties"]["p"] == (schema if required is ... else required)
+    assert left_out is None or parameters["properties"]["q"] == (schema if left_out is ... else left_out)
+    assert parameters == closed(parameters["properties"])
 
 
 UNSAYABLE: list[Any] = [
@@ -410,77 +412,99 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCap
 
 # ---- A model's call back ----
 
-CALLED = {
-    "type": "object",
-    "properties": {
-        "need": INTEGER,
-        "opt": INTEGER,
-        "free": {"anyOf": [INTEGER, NULL]},
-        "any": {},
-        "part": {"type": "object", "properties": {"deep": PART, "maybe": {"type": ["string", "null"]}}},
-        "union": {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
-        "tuple": {"type": "array", "prefixItems": [STRING, PART], "items": {"type": ["integer", "null"]}},
-        "places": {"type": "array", "prefixItems": [PART, {"type": "object", "properties": {"b": {"enum": [None]}}}]},
-        "keys": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": ["integer", "null"]}},
-        "map": {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
-        "first": {"anyOf": [{"properties": {"x": {"type": ["integer", "null"]}}}, {"properties": {"x": INTEGER}}]},
-        "both": {"allOf": [PART, {"properties": {"c": STRING}}]},
-        "either": {"anyOf": [
-            {"type": "object", "properties": {"x": INTEGER}},
-            {"type": "object", "properties": {"y": INTEGER, "z": STRING}},
-        ]},
-        # Both inner objects fit the same value.
-        "nested": {"anyOf": [NULL, {"type": "object", "properties": {
-            "in": {"oneOf": [{"properties": {"x": INTEGER}}, {"properties": {"x": STRING}}]}, "of": INTEGER,
-        }}]},
-        # Maps beside objects: what fits is told by the values as well.
-        "mapped": {"anyOf": [
-            {"type": "object", "additionalProperties": {"type": ["integer", "null"]}},
-            {"type": "object", "properties": {"a": STRING, "b": STRING}},
-        ]},
-        "open": {"anyOf": [
-            {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
-            {"type": "object", "additionalProperties": INTEGER},
-        ]},
-    },
-    "required": ["need"],
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+ANY_K, K_ALONE = record(k={}, x=INTEGER), ({"k": 2, "x": None}, {"k": 2})
+# By property of one schema: what it is, and pairs of what a model sends and what comes back; ABSENT where nothing does.
+ABSENT = object()
+DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
+    "opt": (INTEGER, [(None, ABSENT), (0, 0), (30.0, 30), (0.5, 0.5)]),
+    "free": (optional(INTEGER), [(None, None)]),
+    "any": ({}, [(None, None), ([None], [None])]),
+    "enum": ({"enum": ["a", 1]}, [(None, ABSENT)]),
+    "const": ({"const": "a"}, [(None, ABSENT)]),
+    "not": ({"not": NULL}, [(None, ABSENT)]),
+    "part": (
+        record(deep=PART, maybe=MAYBE_STRING),
+        [({"deep": {"a": "", "b": None}, "maybe": None}, {"deep": {"a": ""}, "maybe": None}), ({"deep": None}, {})],
+    ),
+    "union": (
+        {"anyOf": [NULL, {"type": "array", "items": PART}, PART]},
+        [([{"a": "", "b": None}], [{"a": ""}]), ({"a": "", "b": None}, {"a": ""}), (None, None)],
+    ),
+    "both": ({"allOf": [PART, {"properties": {"c": STRING}}]}, [({"a": "", "b": None, "c": None}, {"a": ""})]),
+    "tuple": (
+        {"type": "array", "prefixItems": [STRING, PART], "items": MAYBE_INTEGER},
+        [(["a", {"a": "", "b": None}, None], ["a", {"a": ""}, None])],
+    ),
+    "places": (
+        {"type": "array", "prefixItems": [PART, record(b={"enum": [None]})]},
+        [([{"a": "", "b": None}, {"b": None}], [{"a": ""}, {"b": None}])],
+    ),
+    "keys": (
+        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": MAYBE_INTEGER},
+        [({"a": None, "b": 1}, {"a": None, "b": 1})],
+    ),
+    "map": (
+        {"type": "object", "patternProperties": {"^x_": STRING}, "additionalProperties": PART},
+        [({"k": {"a": "", "b": None}, "x_k": None}, {"k": {"a": ""}})],
+    ),
+    "patterns": (  # nothing tells which one counts
+        {"type": "object", "patternProperties": {"^x_": MAYBE_STRING, "^y_": STRING}}, [({"x_k": None}, {"x_k": None})],
+    ),
+    "first": (
+        {"anyOf": [{"properties": {"x": MAYBE_INTEGER}}, {"properties": {"x": INTEGER}}]}, [({"x": None}, {"x": None})],
+    ),
+    "either": (
+        {"anyOf": [record(x=INTEGER), record(y=INTEGER, z=STRING)]},
+        [({"x": None}, {}), ({"y": None, "z": "q"}, {"z": "q"})],
+    ),
+    # Branches that a constant, a list of them, or what is required tell apart, and a name that the union itself has.
+    "const tells": ({"anyOf": [record(k={"const": 1}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
+    "enum tells": ({"anyOf": [record(k={"enum": [1]}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
+    "required tells": (
+        {"anyOf": [record(k=STRING, x=MAYBE_INTEGER) | {"required": ["k"]}, record(k=STRING, x=INTEGER)]},
+        [({"k": None, "x": None}, {})],
+    ),
+    "name of the union": (
+        record(k=STRING) | {"anyOf": [record(x=INTEGER), {"properties": {"k": {}, "x": MAYBE_INTEGER}}]},
+        [({"k": "a", "x": None}, {"k": "a"})],
+    ),
+    # Both inner objects fit the same value.
+    "nested": (
+        optional({**record(q=INTEGER), "anyOf": [record(x=INTEGER), record(x=STRING)]}), [({"x": None, "q": None}, {})],
+    ),
+    # Maps beside objects: what fits is told by the values as well.
+    "mapped": (
+        {"anyOf": [{"type": "object", "additionalProperties": MAYBE_INTEGER}, record(a=STRING, b=STRING)]},
+        [({"a": "", "b": None}, {"a": ""}), ({"a": 1, "b": None}, {"a": 1, "b": None})],
+    ),
+    "open": (
+        {"anyOf": [{**record(a=STRING), "additionalProperties": True}, {"additionalProperties": INTEGER}]},
+        [({"a": "", "x": None}, {"a": "", "x": None})],
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "inputs"),
-    [
-        pytest.param('{"need": 1, "opt": null}', {"need": 1}, id="forbidden"),
-        pytest.param('{"need": 1, "free": null, "any": null}', {"need": 1, "free": None, "any": None}, id="allowed"),
-        pytest.param('{"need": null}', {}, id="required"),
-        pytest.param('{"other": null}', {"other": None}, id="unknown-stays-for-the-module-to-judge"),
-        pytest.param({"need": 1, "opt": 0, "any": [None]}, {"need": 1, "opt": 0, "any": [None]}, id="dict-no-nulls"),
-        pytest.param({"part": {"deep": {"a": "", "b": None}, "maybe": None}},
-                     {"part": {"deep": {"a": ""}, "maybe": None}}, id="nested"),
-        pytest.param({"part": {"deep": None}}, {"part": {}}, id="nested-object-itself"),
-        pytest.param({"union": [{"a": "", "b": None}]}, {"union": [{"a": ""}]}, id="in-an-array-in-a-branch"),
-        pytest.param({"union": None}, {"union": None}, id="the-null-branch"),
-        pytest.param({"both": {"a": "", "b": None, "c": None}}, {"both": {"a": ""}}, id="in-allOf"),
-        pytest.param({"tuple": ["a", {"a": "", "b": None}, None]}, {"tuple": ["a", {"a": ""}, None]}, id="in-a-tuple"),
-        pytest.param({"places": [{"a": "", "b": None}, {"b": None}]}, {"places": [{"a": ""}, {"b": None}]},
-                     id="in-each-place-its-own"),
-        pytest.param({"keys": {"a": None, "b": 1}}, {"keys": {"a": None, "b": 1}}, id="in-a-map-of-few-names"),
-        pytest.param({"map": {"k": {"a": "", "b": None}, "x_k": None}}, {"map": {"k": {"a": ""}}}, id="in-a-map"),
-        pytest.param({"first": {"x": None}}, {"first": {"x": None}}, id="in-the-first-that-fits"),
-        pytest.param({"either": {"x": None}}, {"either": {}}, id="first-of-two-open-objects"),
-        pytest.param({"either": {"y": None, "z": "q"}}, {"either": {"z": "q"}}, id="second-of-two-open-objects"),
-        pytest.param({"nested": {"in": {"x": None}, "of": None}}, {"nested": {"in": {}}}, id="in-one-of-two-that-fit"),
-        pytest.param({"mapped": {"a": "", "b": None}}, {"mapped": {"a": ""}}, id="in-an-object-beside-a-map"),
-        pytest.param({"mapped": {"a": 1, "b": None}}, {"mapped": {"a": 1, "b": None}}, id="in-a-map-of-nulls"),
-        pytest.param({"open": {"a": "", "x": None}}, {"open": {"a": "", "x": None}}, id="in-an-open-object"),
-        pytest.param("", {}, id="empty-text"),
-    ],
-)  # fmt: skip
-def test_the_nulls_that_stand_for_absence_are_dropped(arguments: str | dict[str, Any], inputs: dict[str, Any]) -> None:
-    registry = registry_of({"m.a": accepting(CALLED)})
-    before = copy.deepcopy(arguments)
-    assert from_openai_call(registry, "m-a", arguments) == ("m.a", inputs)
-    assert arguments == before
+@pytest.mark.parametrize(("schema", "pairs"), DROPPED.values(), ids=DROPPED)
+def test_the_nulls_that_stand_for_absence_are_dropped(schema: Any, pairs: list[tuple[Any, Any]]) -> None:
+    registry = registry_of({"m.a": accepting({"type": "object", "properties": {"p": schema}})})
+    for sent, back in pairs:
+        arguments = {"p": copy.deepcopy(sent)}
+        module_id, inputs = from_openai_call(registry, "m-a", arguments)
+        assert (module_id, json.dumps(inputs)) == ("m.a", json.dumps({} if back is ABSENT else {"p": back}))
+        assert arguments == {"p": sent}
+
+
+def test_other_nulls_stay_for_the_module_to_judge() -> None:
+    registry = registry_of(
+        {"m.a": accepting({"type": "object", "properties": {"need": INTEGER}, "required": ["need"]})}
+    )
+    assert from_openai_call(registry, "m-a", '{"other": null}') == ("m.a", {"other": None})
+    assert from_openai_call(registry, "m-a", '{"need": null}') == from_openai_call(registry, "m-a", "") == ("m.a", {})
 
 
 @pytest.mark.parametrize(
@@ -491,81 +515,79 @@ def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> 
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("leaf", ["a", 5], ids=["right", "wrong"])
-def test_a_call_is_read_in_no_more_time_than_its_schema_is_big(leaf: Any) -> None:
-    """Unions three wide and seven deep, of which a slightly wrong call fits none, a pattern that hangs, a long list."""
-    schema: dict[str, Any] = {"type": "object", "properties": {"leaf": STRING, "opt": INTEGER}, "required": ["leaf"]}
-    sent: dict[str, Any] = {"leaf": leaf, "opt": None}
-    for _ in range(6):
-        tagged = [{"type": "object", "properties": {"in": schema, f"b{i}": STRING}} for i in range(3)]
-        schema = {"type": "object", "properties": {"a": {"anyOf": tagged}}}
-        sent = {"a": {"in": sent, "b2": None}}
-    text = {**STRING, "pattern": r"^(\w+\s?)+$"}
-    named = {"anyOf": [{"properties": {"n": text}, "patternProperties": {text["pattern"]: INTEGER}}, {"items": text}]}
-    rows = {"items": {"anyOf": [{"type": "object", "properties": {f"p{i}": STRING for i in range(200)}}, NULL]}}
-    whole = {"type": "object", "properties": {"deep": schema, "named": named, "rows": rows}}
-    hanging = "a" * 40 + "!"
-    given = {"deep": sent, "named": {"n": hanging, hanging: 1}, "rows": [{}] * 10_000}
-    _, inputs = from_openai_call(registry_of({"m.a": accepting(whole)}), "m-a", given)
-    assert leaf == 5 or "null" not in json.dumps(inputs)
+Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""A schema, a call as strict mode has it, and the inputs that it means."""
 
 
-def chained(depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """A union inside a union, `depth` times: its schema, a call as strict mode has it, and the inputs that it means."""
+def chained(depth: int) -> Case:
+    """A union inside a union, `depth` times."""
     schema, sent, inputs = PART, {"a": "", "b": None}, {"a": ""}
     for _ in range(depth):
-        other = {"type": "object", "properties": {"in": {"type": "object", "properties": {"z": STRING}}}}
-        schema = {"type": "object", "properties": {"in": {"anyOf": [other, schema]}, "b": STRING}, "required": ["in"]}
-        sent = {"in": sent, "b": None}
-        inputs = {"in": inputs}
+        schema = record(**{"in": {"anyOf": [record(**{"in": record(z=STRING)}), schema]}}, b=STRING) | {
+            "required": ["in"]
+        }
+        sent, inputs = {"in": sent, "b": None}, {"in": inputs}
     return schema, sent, inputs
 
 
-def ambiguous(depth: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def ambiguous(depth: int) -> Case:
     """Unions whose branches differ in their innermost value alone; the last branch of each is the one that fits."""
-    fitting: dict[str, Any] = {"type": "object", "properties": {"x": INTEGER, "y": STRING}}
-    wrong: dict[str, Any] = {"type": "object", "properties": {"x": STRING, "y": STRING}}
+    fitting, wrong = record(x=INTEGER, y=STRING), record(x=STRING, y=STRING)
     sent, inputs = {"x": 1, "y": None}, {"x": 1}
     for _ in range(depth):
-        fitting = {"type": "object", "properties": {"in": {"oneOf": [wrong, fitting]}}}
-        wrong = {"type": "object", "properties": {"in": {"anyOf": [wrong, wrong]}}}
+        fitting, wrong = record(**{"in": {"oneOf": [wrong, fitting]}}), record(**{"in": {"anyOf": [wrong, wrong]}})
         sent, inputs = {"in": sent}, {"in": inputs}
     return fitting, sent, inputs
 
 
-def listed(schema: dict[str, Any], length: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def listed(schema: dict[str, Any], length: int) -> Case:
     """A list of parts that differ, under an optional property with `schema`."""
     parts = [{"a": str(number)} for number in range(length)]
-    schema = {"anyOf": [{"type": "array", "items": PART, **schema}, NULL]}
     sent = {"list": [{**part, "b": None} for part in parts]}
-    return {"type": "object", "properties": {"list": schema}}, sent, {"list": parts}
+    return record(list=optional({"type": "array", "items": PART, **schema})), sent, {"list": parts}
 
 
-def numbered(number: float) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def fitting_none() -> Case:
+    """Unions three wide and seven deep, of which a slightly wrong call fits none."""
+    schema = record(leaf=STRING, opt=INTEGER) | {"required": ["leaf"]}
+    sent: dict[str, Any] = {"leaf": 5, "opt": None}
+    for _ in range(6):
+        schema = record(a={"anyOf": [record(**{"in": schema, f"b{i}": STRING}) for i in range(3)]})
+        sent = {"a": {"in": sent, "b2": None}}
+    return schema, sent, sent
+
+
+def hanging() -> Case:
+    """Patterns that take Python days, and a list long enough for a wide union."""
+    text = {**STRING, "pattern": r"^(\w+\s?)+$"}
+    named = {"anyOf": [{"properties": {"n": text}, "patternProperties": {text["pattern"]: INTEGER}}, {"items": text}]}
+    rows = {"items": optional(record(**{f"p{i}": STRING for i in range(200)}))}
+    word = "a" * 40 + "!"
+    given = {"named": {"n": word, word: 1}, "rows": [{}] * 10_000}
+    return record(named=named, rows=rows), given, given
+
+
+def of_number(number: float) -> Case:
     """An integer that no float holds, in an optional multiple of `number`."""
-    schema = {"anyOf": [{"type": "number", "multipleOf": number}, NULL]}
-    return {"type": "object", "properties": {"n": schema}}, {"n": 10**400}, {"n": 10**400}
+    return record(n=optional({"type": "number", "multipleOf": number})), {"n": 10**400}, {"n": 10**400}
 
 
-FIELDS = {f"f{number}": {"type": "string"} for number in range(8)}
-WIDE = [{"type": "object", "properties": {**FIELDS, "kind": {"const": number}}} for number in range(30)]
+WIDE = [record(**{f"f{i}": STRING for i in range(8)}, kind={"const": number}) for number in range(30)]
+LARGE = {
+    "30 unions deep": chained(30),
+    "9 deep and wrong in the depth": ambiguous(9),
+    "3 wide and 7 deep": fitting_none(),
+    "a set of models": listed({"uniqueItems": True}, 2_000),
+    "31 branches": listed({"items": {"anyOf": [*WIDE, PART]}}, 2_000),
+    "patterns": hanging(),
+    "a multiple of a fraction": of_number(0.1),
+    "a multiple": of_number(7),
+}
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    ("schema", "sent", "inputs"),
-    [
-        pytest.param(*chained(8), id="8-unions-deep"),
-        pytest.param(*chained(30), id="30-unions-deep"),
-        pytest.param(*ambiguous(9), id="9-deep-and-wrong-in-the-depth"),
-        pytest.param(*listed({"uniqueItems": True}, 2_000), id="a-set-of-models"),
-        pytest.param(*listed({"items": {"anyOf": [*WIDE, PART]}}, 2_000), id="31-branches"),
-        pytest.param(*numbered(0.1), id="a-multiple-of-a-fraction"),
-        pytest.param(*numbered(7), id="a-multiple"),
-    ],
-)
-def test_every_branch_of_a_union_is_read_once(
+@pytest.mark.parametrize(("schema", "sent", "inputs"), LARGE.values(), ids=LARGE)
+def test_a_hostile_call_is_read_once_by_each_branch(
     schema: dict[str, Any], sent: dict[str, Any], inputs: dict[str, Any]
 ) -> None:
     """Each level of unions may add to the time, but none may multiply it; and no number ends in an OverflowError."""
@@ -586,21 +608,6 @@ def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
     assert from_openai_call(registry, "m-a", "{}") == ("m.a", {})
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         from_openai_call(registry, name, "{}")
-
-
-@settings(QUICK, max_examples=25)
-@given(st.data())
-def test_what_a_model_sends_in_strict_mode_comes_back_as_the_inputs_it_meant(data: st.DataObject) -> None:
-    model, values, _ = data.draw(models())
-    executor = Executor(registry_of({"a.model": accepting(model)}))
-    parameters = strict_parameters(model.model_json_schema())
-    for _ in range(3):
-        value = data.draw(values)
-        assert Draft202012Validator(parameters).is_valid(value.sent), "strict mode refuses what it asked for"
-        module_id, inputs = from_openai_call(executor, "a-model", json.dumps(value.sent))
-        assert inputs == value.back
-        assert executor.call(module_id, inputs) == value.back
-        assert model.model_validate(inputs) == model.model_validate(value.plain)
 
 
 # ---- A model's call, run ----
@@ -684,8 +691,6 @@ async def test_a_call_of_a_model_is_made_for_its_caller() -> None:
     ann = Identity("ann", roles=("staff",))
     assert await run_openai_call(guarded, "m-run", "{}") == "Access denied"
     assert await run_openai_call(guarded, "m-run", {"a": 1}, identity=ann) == '{"a":1}'
-    with pytest.raises(TypeError, match="Expected Registry or Executor"):
-        await run_openai_call(5, "m-run", "{}")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -711,44 +716,6 @@ async def test_what_needs_approval_is_refused_unless_the_program_decides(
     refusing = Executor(registry, approval_handler=AlwaysDenyHandler())
     if options.get("approval") != "deny":  # which would decide nothing
         assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == "Approval was denied"
-
-
-@pytest.mark.parametrize(
-    ("options", "exception", "words"),
-    [
-        ({"approval": "ask"}, ValueError, "Unknown approval"),
-        ({"approval": 5}, TypeError, r"run_openai_call\(\) approval"),
-        ({"tags": [""]}, ValueError, "Tag values must not be empty"),
-        ({"prefix": ""}, ValueError, "prefix must not be empty"),
-        ({"content": "images"}, ValueError, "content must be text or parts"),
-    ],
-)
-async def test_wrong_options_of_a_call_are_the_programs_fault(
-    options: dict[str, Any], exception: type[Exception], words: str
-) -> None:
-    with pytest.raises(exception, match=words):
-        await run_openai_call(registry_of({"m.a": echo}), "m-a", "{}", **options)
-
-
-@pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
-@pytest.mark.parametrize(
-    "filters",
-    [{}, {"tags": ["public"]}, {"prefix": "api."}, {"tags": ["read"], "prefix": "api."}, {"prefix": "api.users.set"}],
-)
-async def test_a_call_of_what_the_filters_leave_out_is_refused(filters: dict[str, Any]) -> None:
-    registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
-    offered = names_of(to_openai_tools(registry, **filters))
-    assert offered
-    for module_id in TAGGED:
-        name = module_id.replace(".", "-")
-        text = await run_openai_call(registry, name, "{}", **filters)
-        if name in offered:
-            assert from_openai_call(registry, name, "{}", **filters) == (module_id, {})
-            assert text == "{}"
-        else:
-            assert text == f"Module not found: {name}"
-            with pytest.raises(ValueError, match=name):
-                from_openai_call(registry, name, "{}", **filters)
 
 
 def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:
