@@ -120,10 +120,13 @@ def _iso_moment(value: Any) -> Any:
     return str(_NumpyMoment(value)) if plain is not None and value.dtype.kind == "M" else plain
 
 
+_BYTES = (bytes, bytearray, memoryview)  # whose last has a `tolist()` as well
+
+
 def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
     """The values of a NumPy array or scalar, dates and durations by `moment`, as `tolist()` makes numbers of some;
     anything else as it is. A frame or a Series is none of them: it has an index beside its values."""
-    if not hasattr(value, "tolist") or hasattr(value, "index"):
+    if not hasattr(value, "tolist") or hasattr(value, "index") or isinstance(value, _BYTES):
         return value
     plain = value.tolist()
     kind = getattr(getattr(value, "dtype", None), "kind", "")
@@ -151,7 +154,6 @@ def _name_in_json(key: Any) -> str:
 
 _NO_FORM = object()
 _PLAIN = (str, bool, int, float)
-_BYTES = (bytes, bytearray, memoryview)
 
 
 def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import (
     AfterValidator,
+    Base64Bytes,
     BaseModel,
     ConfigDict,
     Field,
@@ -598,6 +599,16 @@ class Shortened(BaseModel):
     more: Any = None
 
 
+class Coded(BaseModel):
+    code: Base64Bytes
+    more: Any = None
+
+
+class CodedAt(BaseModel):
+    code: Base64Bytes
+    at: date
+
+
 class Days(RootModel[list[date]]): ...
 
 
@@ -634,6 +645,9 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict, {"a": Priced(price=ONE)}, {"a": {"price": 1.1}}),
     (list, [Mean(mean=NAN)], {"result": [{"mean": None}]}),
     (MeanAndMore, MeanAndMore(mean=NAN, more=b"?>~"), {"mean": None, "more": "Pz5+"}),
+    (Coded, {"code": b"Pz5+"}, {"code": "Pz5+", "more": None}),
+    (list[CodedAt], [{"code": "Pz5+", "at": "2026-02-03"}], {"result": [{"code": "Pz5+", "at": "2026-02-03"}]}),
+    (Any, memoryview(b"?>~"), {"result": "Pz5+"}),
     (Days, Days([date(2026, 2, 3)]), {"result": ["2026-02-03"]}),
     (DaysByName, DaysByName({"a": date(2026, 2, 3)}), {"a": "2026-02-03"}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
@@ -771,6 +785,11 @@ def test_an_instance_of_a_class_is_sent_as_it_is() -> None:
         assert sent(gives(None, output_schema=Kitchen), {"oven": OVEN}) == {"oven": HOT, "when": DAY}
 
 
+class Sheet(BaseModel):
+    at: date
+    picture: bytes
+
+
 UNFIT: list[tuple[Any, Any, str]] = [
     (dict, "text", ""),
     (dict, [1], ""),
@@ -781,6 +800,8 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (Cart, Cart([Item(ONE)], "one"), "result.count"),  # type: ignore[arg-type]
     (Cart, Cart([Item(ONE)], None), "result.count"),  # type: ignore[arg-type]
     (list[Cart], [Cart([Item("dear")], 1)], ""),  # type: ignore[arg-type]
+    (bytes, "plot.png", "result"),
+    (list[Sheet], [{"at": "2026-02-03", "picture": "plot.png"}], "result.0.at"),
     (int, MONTHS, "result"),
     (float, MONTHS, "result"),
     (list[float], Moments([MONTHS]), "result"),

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from datetime import date
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import pytest
 from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
@@ -341,6 +341,16 @@ async def test_who_takes_part_is_known(name: str, caplog: pytest.LogCaptureFixtu
             failure(result, "Invalid input")
             assert quoted(result, caplog) == []
     assert errors_logged(caplog)
+
+
+async def test_a_hint_that_pydantic_does_not_know_marks_nothing() -> None:
+    """Such as a dict of NumPy's arrays."""
+
+    def pixels() -> dict[str, io.BytesIO]:
+        raise InvalidInputError("There are none")
+
+    async with connect({"a.pixels": FunctionModule(pixels, "a.pixels")}) as client:
+        failure(await client.call_tool("a.pixels", {}), "Invalid input: There are none")
 
 
 async def test_calls_without_secrets_say_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -688,6 +698,13 @@ class Restated(BaseModel):
     held: Annotated[Patient, WithJsonSchema({"type": "object"})]
 
 
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    items: list[T]
+
+
 class Late(BaseModel):
     model_config = ConfigDict(defer_build=True)
     token: str = Field(SECRET_TEXT, serialization_alias="tok", json_schema_extra=MARK)
@@ -744,6 +761,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "untyped_annotation": (Annotated[list[Any], PlainSerializer(lambda held: held[::-1])], [1, PATIENT]),
     "untyped_model_serializer": (Any, [Listed(held=PATIENT)]),
     "typed_model_serializer": (WithoutNone, WithoutNone()),
+    "another_parameter": (Page[Any], Page[Annotated[str, MARKED]](items=[SECRET_TEXT])),
     "root_any": (RootModel[Any], RootModel[Any](PATIENT)),
     "root_list": (RootModel[list[Any]], RootModel[list[Any]]([1, PATIENT])),
     "root_dict": (list[RootModel[dict[str, Any]]], [RootModel[dict[str, Any]]({"a": PATIENT})]),
@@ -894,6 +912,40 @@ def test_a_marked_example_is_hidden() -> None:
     module = gives({}, input_schema=SECRETIVE, output_schema=SECRETIVE, examples=examples)
     (example,) = tool_of(module).examples
     assert (example["inputs"], example["output"]) == ({"token": REDACTED, "n": 1}, {"token": REDACTED})
+
+
+class Masking(BaseModel):
+    """What it writes has no mark. An author's example and a chunk are not written by it."""
+
+    ssn: Annotated[str, MARKED] = Field(SECRET_TEXT, exclude=True)
+    n: int = 1
+
+
+async def test_what_no_serializer_has_masked_is_hidden() -> None:
+    written = {"ssn": SECRET_TEXT, "n": 2}
+
+    examples = [ModuleExample("one", {}, written)]
+    module = StreamingModule([written], output_schema=Masking, examples=examples)
+    (example,) = tool_of(module).examples
+    assert example["output"] == {"ssn": REDACTED, "n": 2}
+    told: list[str | None] = []
+
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        told.append(message)
+
+    async with connect({"a.parts": module}) as client:
+        await client.call_tool("a.parts", {}, progress_callback=note)
+    assert [json.loads(text or "") for text in told] == [{"ssn": REDACTED, "n": 2}]
+
+
+@pytest.mark.parametrize("keyword", ["default", "example", "examples"])
+def test_no_value_stands_beside_a_mark(keyword: str) -> None:
+    """Nor of an object that has one."""
+    values = [SECRET_TEXT] if keyword == "examples" else SECRET_TEXT
+    marked = {"type": "string", **MARK, keyword: values}
+    holding = {"type": "object", "properties": {"token": marked}, keyword: [{"token": SECRET_TEXT}]}
+    listed = tool_of(gives({}, input_schema=of(a=marked, b=holding))).input_schema
+    assert SECRET_TEXT not in json.dumps(listed)
 
 
 async def test_apcores_log_shows_no_marked_value(caplog: pytest.LogCaptureFixture) -> None:
