@@ -10,7 +10,7 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -186,48 +186,9 @@ async def test_what_a_hint_does_not_say_reaches_no_function(hint: Any, sent: Any
 
 
 SHARED: list[date] = []
-
-
-async def later(day: date) -> str:
-    await asyncio.sleep(0)
-    return repr(day)
-
-
-def by_name(*, context: date, share: float = 2) -> str:
-    return repr((context, share))
-
-
-def open_ended(day: date, **more: Any) -> str:
-    return repr((day, more))
-
-
-def with_context(first: int, ctx: Context, day: date = DAY) -> str:
-    return repr((first, type(ctx).__name__, ctx.redacted_inputs, day))
-
-
-def own_defaults(day: date = "soon", days: list[date] = SHARED, share: float = 2) -> str:  # type: ignore[assignment]
-    return repr((day, days is SHARED, share))
-
-
 _A_DAY: Any = Field(DAY, description="A day.")
 _A_COUNT: Any = Field(3, ge=1)
 _SOME_DAYS: Any = Field(default_factory=lambda: ["a"])
-
-
-def models_defaults(day: date = _A_DAY, count: int = _A_COUNT, days: list[str] = _SOME_DAYS) -> str:
-    return repr((day, count, days))
-
-
-def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: float = 2) -> str:
-    return repr((schema, json, copy, model_fields_set))
-
-
-def choices(
-    day: Annotated[date, Field(validation_alias=AliasChoices("when", AliasPath("opts", "day")))],
-    to: Annotated[str, Field(validation_alias="until")] = "there",
-    **others: Any,
-) -> str:
-    return repr((day, to, others))
 
 
 def traced(function: Any) -> Any:
@@ -243,25 +204,61 @@ async def awaited(day: date) -> str:
     return repr(day)
 
 
-FORMS: list[tuple[Any, dict[str, Any], Any]] = [
-    (later, {"day": ISO}, DAY),
-    (by_name, {"context": ISO}, (DAY, 2)),
-    (by_name, {"context": ISO, "share": 3}, (DAY, 3.0)),
-    (open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})),
-    (with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)),
-    (own_defaults, {}, ("soon", True, 2)),
-    (models_defaults, {}, (DAY, 3, ["a"])),
-    (models_defaults, {"day": ISO, "days": []}, (DAY, 3, [])),
-    (pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)),
-    (choices, {"when": ISO, "until": "here"}, (DAY, "here", {})),
-    (choices, {"opts": {"day": ISO}, "more": 1}, (DAY, "there", {"more": 1})),
-    (awaited, {"day": ISO}, DAY),
-]
-"""A function, what is sent, and what it got, as `repr` writes it."""
+def forms() -> Iterator[tuple[Any, dict[str, Any], Any]]:
+    """A function, what is sent, and what it got, as `repr` writes it."""
+    yield awaited, {"day": ISO}, DAY
+
+    async def later(day: date) -> str:
+        await asyncio.sleep(0)
+        return repr(day)
+
+    yield later, {"day": ISO}, DAY
+
+    def by_name(*, context: date, share: float = 2) -> str:
+        return repr((context, share))
+
+    yield by_name, {"context": ISO}, (DAY, 2)
+    yield by_name, {"context": ISO, "share": 3}, (DAY, 3.0)
+
+    def open_ended(day: date, **more: Any) -> str:
+        return repr((day, more))
+
+    yield open_ended, {"day": ISO, "on": ISO, "day2": 1}, (DAY, {"on": ISO, "day2": 1})
+
+    def with_context(first: int, ctx: Context, day: date = DAY) -> str:
+        return repr((first, type(ctx).__name__, ctx.redacted_inputs, day))
+
+    yield with_context, {"first": 1, "day": ISO}, (1, "Context", {"first": 1, "day": ISO}, DAY)
+
+    def own_defaults(day: date = "soon", days: list[date] = SHARED, share: float = 2) -> str:  # type: ignore[assignment]
+        return repr((day, days is SHARED, share))
+
+    yield own_defaults, {}, ("soon", True, 2)
+
+    def models_defaults(day: date = _A_DAY, count: int = _A_COUNT, days: list[str] = _SOME_DAYS) -> str:
+        return repr((day, count, days))
+
+    yield models_defaults, {}, (DAY, 3, ["a"])
+    yield models_defaults, {"day": ISO, "days": []}, (DAY, 3, [])
+
+    def pydantics_names(schema: date, json: str, copy: float = 1, model_fields_set: float = 2) -> str:
+        return repr((schema, json, copy, model_fields_set))
+
+    yield pydantics_names, {"schema": ISO, "json": "a", "model_fields_set": 4}, (DAY, "a", 1, 4.0)
+
+    def choices(
+        day: Annotated[date, Field(validation_alias=AliasChoices("when", AliasPath("opts", "day")))],
+        to: Annotated[str, Field(validation_alias="until")] = "there",
+        **others: Any,
+    ) -> str:
+        return repr((day, to, others))
+
+    yield choices, {"when": ISO, "until": "here"}, (DAY, "here", {})
+    yield choices, {"opts": {"day": ISO}, "more": 1}, (DAY, "there", {"more": 1})
 
 
 @pytest.mark.filterwarnings("ignore:Field name")
-@pytest.mark.parametrize(("function", "sent", "expected"), FORMS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("function", "sent", "expected"), forms(), ids=lambda value: getattr(value, "__name__", ""))
 async def test_hints_hold_in_every_form_of_function(function: Any, sent: Any, expected: Any) -> None:
     registry = registry_of_functions(function)
     assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}
