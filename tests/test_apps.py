@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor
 from conftest import HANDSHAKE, connect, echo, registry_of, serving
 from mcp.client import Client
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
@@ -93,15 +92,6 @@ async def test_a_page_comes_and_goes_with_its_module(mode: str) -> None:
         assert await resources(client) == []
         with pytest.raises(MCPError, match="Resource not found"):
             await client.read_resource("ui://late")
-
-
-async def test_a_page_is_offered_to_whom_its_tool_is_offered(mode: str) -> None:
-    modules = {name: gives({}, metadata=overlay(f"<p>{name}")) for name in ("door.open", "vault.open")}
-    acl = ACL([ACLRule(callers=["@external"], targets=["door.*"], effect="allow")], default_effect="deny")
-    async with connect(Executor(registry_of(modules), acl=acl), mode=mode) as client:
-        assert await resources(client) == ["ui://door.open"]
-        with pytest.raises(MCPError, match="Resource not found"):
-            await client.read_resource("ui://vault.open")
 
 
 AUTHORED = {

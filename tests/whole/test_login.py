@@ -277,26 +277,28 @@ async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str
         assert await door.caller(issuer.token(iss=f"{issuer.url}{path}")) == ["ann", "tools"]
 
 
+WRONG: dict[str, tuple[Any, str]] = {  # metadata, and what the log says of it
+    "another issuer's": (lambda issuer: issuer.metadata("https://evil.example.com"), "which is another"),
+    "with a slash": (lambda issuer: issuer.metadata(f"{issuer.url}/"), "which is another"),
+    "from elsewhere": (lambda issuer: RedirectResponse(f"{issuer.url}/moved"), "no metadata"),
+    "too large": (lambda issuer: issuer.metadata(issuer.url, more="x" * 600_000), "more than"),
+    "keys over http": (lambda issuer: issuer.metadata(issuer.url, jwks_uri="http://example.com"), "needs https://"),
+    "no keys": (lambda issuer: issuer.metadata(issuer.url, jwks_uri=f"{issuer.url}/none"), "no keys"),
+    "keys of no kind": (lambda issuer: issuer.metadata(issuer.url, jwks_uri=7), ""),
+    "a list": (lambda issuer: ["x"], "no metadata"),
+    "no JSON": (lambda issuer: Response("<html>"), "no metadata"),
+}
+
+
 async def test_what_is_no_metadata_of_the_issuer_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    wrong: dict[str, Any] = {
-        "another issuer's": lambda issuer: issuer.metadata("https://evil.example.com"),
-        "with a slash": lambda issuer: issuer.metadata(f"{issuer.url}/"),
-        "from elsewhere": lambda issuer: RedirectResponse(f"{issuer.url}/moved"),
-        "too large": lambda issuer: issuer.metadata(issuer.url, more="x" * 600_000),
-        "keys that others can change": lambda issuer: issuer.metadata(issuer.url, jwks_uri="http://example.com/keys"),
-        "no keys": lambda issuer: issuer.metadata(issuer.url, jwks_uri=f"{issuer.url}/none"),
-        "keys of no kind": lambda issuer: issuer.metadata(issuer.url, jwks_uri=7),
-        "a list": lambda issuer: ["x"],
-        "no JSON": lambda issuer: Response("<html>"),
-    }
     async with issuing() as issuer:
-        for name, document in wrong.items():
+        for name, (document, reason) in WRONG.items():
             issuer.documents = {METADATA: document(issuer), "/moved": issuer.metadata(issuer.url)}
             caplog.clear()
             async with locked(issuer.url) as door:
                 assert (name, (await door.call(issuer.token())).status_code) == (name, 503)
-            (line,) = [each for each in caplog.messages if each.startswith("No keys of")]
-            assert issuer.url in line
+            (line,) = [each for each in caplog.messages if each.startswith(f"No keys of {issuer.url}: ")]
+            assert reason in line
 
 
 async def test_an_issuer_that_is_gone_is_asked_seldom_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ By the identity of the request that asks, in both eras; a call is decided as eve
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,21 @@ def staff_and_guests(**options: Any) -> ACL:
 
 
 def house(acl: Any) -> Executor:
-    modules = {name: FunctionalModule(echo, documentation=f"All about {name}") for name in EVERYTHING}
-    return Executor(registry_of(modules), acl=acl)
+    about: dict[str, Any] = {"documentation": "All about it", "metadata": {"display": {"mcp": {"page": "<p>It"}}}}
+    return Executor(registry_of({name: FunctionalModule(echo, **about) for name in EVERYTHING}), acl=acl)
 
 
 async def documented(client: Client) -> list[str]:
-    return [resource.name for resource in (await client.list_resources()).resources]
+    """The modules whose documentation and whose page are listed, which are the same ones."""
+    uris = [resource.uri.partition("://") for resource in (await client.list_resources()).resources]
+    documents, pages = ([name for kind, _, name in uris if kind == wanted] for wanted in ("docs", "ui"))
+    assert documents == pages
+    return documents
 
 
-async def refusal(client: Client, module_id: str) -> tuple[int, str]:
+async def refusal(client: Client, uri: str, module_id: str) -> tuple[int, str]:
     with pytest.raises(MCPError) as caught:
-        await client.read_resource(f"docs://{module_id}")
+        await client.read_resource(uri + module_id)
     error = caught.value.error
     return error.code, f"{error.message}, {error.data}".replace(module_id, "ID")
 
@@ -64,11 +69,14 @@ async def test_a_caller_is_offered_what_the_caller_may_call(era: tuple[str, str]
                 client, offered = session.client, callers[session.caller]
                 assert await listed(client) == await documented(client) == offered
                 for module_id in offered:
-                    assert (await client.read_resource(f"docs://{module_id}")).contents
                     assert not (await client.call_tool(module_id)).is_error
                 for module_id in set(EVERYTHING) - {*offered}:
-                    assert await refusal(client, module_id) == await refusal(client, "no.such")
                     assert text_of(await client.call_tool(module_id)) == "Access denied"
+                for uri, module_id in itertools.product(("docs://", "ui://"), EVERYTHING):
+                    if module_id in offered:
+                        assert (await client.read_resource(uri + module_id)).contents
+                    else:
+                        assert await refusal(client, uri, module_id) == await refusal(client, uri, "no.such")
 
 
 async def test_on_stdio_the_caller_has_no_name() -> None:
