@@ -159,6 +159,14 @@ async def fail_later(inputs, context):
     raise ModuleError("BAD", f"bad {inputs}", {"pin": inputs["pin"]}, cause=KeyError(inputs["password"]))
 
 @secretly
+def log_as_apcore(inputs, context):
+    try:
+        raise KeyError(inputs["password"])
+    except KeyError:
+        logging.getLogger("apcore.middleware.manager").exception("A hook failed")
+        raise
+
+@secretly
 async def exit_later(inputs, context):
     sys.exit(inputs["password"])
 
@@ -193,7 +201,8 @@ registry.register("t.stream", Streaming(echo, input_schema=schema, output_schema
 executor = Executor(registry, config=Config({"executor": {"default_timeout": 300, "global_timeout": 60_000}}))
 serve(executor, log_level="DEBUG", access_log=True)
 """
-TELLING_TOOLS = "keep fail_later exit_later fail_when_cancelled wrong_output unsayable_output calls_below".split()
+TELLING_TOOLS = "keep fail_later log_as_apcore exit_later fail_when_cancelled".split()
+TELLING_TOOLS += "wrong_output unsayable_output calls_below".split()
 
 
 @pytest.mark.requirement("NFR-SEC-002")

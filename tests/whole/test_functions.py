@@ -258,7 +258,7 @@ def forms() -> Iterator[tuple[Any, dict[str, Any], Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:Field name")
-@pytest.mark.parametrize(("function", "sent", "expected"), forms(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("function", "sent", "expected"), [*forms()], ids=lambda value: getattr(value, "__name__", ""))
 async def test_hints_hold_in_every_form_of_function(function: Any, sent: Any, expected: Any) -> None:
     registry = registry_of_functions(function)
     assert await answer(registry, function.__name__, **sent) == {"result": repr(expected)}
