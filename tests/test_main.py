@@ -247,19 +247,6 @@ def test_a_variable_stands_for_its_flag(
     assert export(*flags.split(), **variables) == names
 
 
-def test_a_variable_turns_a_switch_off_and_a_flag_another_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "t.py").write_text(
-        "from apcore.decorator import module\n@module\ndef fail() -> int: raise LookupError('of the module')\n"
-    )
-    monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", "false")
-    with RawClient(command("--extensions-dir", str(tmp_path), "--access-log")) as client:
-        client.initialize()
-        result = client.request("tools/call", {"name": "t.fail", "arguments": {}})["result"]
-        lines = client.end()[1].decode().splitlines()
-    assert "of the module" in result["content"][0]["text"]
-    assert len([line for line in lines if "INFO: Tool call ended: t.fail, " in line]) == 1
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "status", "message"),
     [
@@ -316,17 +303,27 @@ LOG_CONFIG = {
 }
 
 
-def test_log_config_says_how_to_log(extensions: Path, tmp_path: Path) -> None:
+def test_log_config_says_how_to_log_and_a_variable_turns_a_switch_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The levels too: nothing but its handlers writes, and nothing below WARNING unless it says so."""
     (tmp_path / "log.json").write_text(json.dumps(LOG_CONFIG))
-    arguments = ["--extensions-dir", str(extensions), "--prefix=voice", "--access-log"]
-    with RawClient(command(*arguments, "--log-config", str(tmp_path / "log.json"))) as client:
+    (tmp_path / "t.py").write_text(
+        "from apcore.decorator import module\n@module\ndef fail(n: int) -> int: return 1 // n\n"
+    )
+    monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", "false")
+    arguments = ["--extensions-dir", str(tmp_path), "--access-log", "--log-config", str(tmp_path / "log.json")]
+    with RawClient(command(*arguments)) as client:
         client.initialize()
-        client.request("tools/call", {"name": "voice.say", "arguments": {"text": "hello"}})
+        client.request("tools/call", {"name": "t.fail", "arguments": {"n": 1}})
+        told = client.request("tools/call", {"name": "t.fail", "arguments": {"n": 0}})["result"]
         status, stderr = client.end()
-    (line,) = stderr.decode().splitlines()
-    told = json.loads(line)
-    assert (status, told["tool"], told["outcome"]) == (0, "voice.say", "ok")
+    assert status == 0
+    assert "by zero" in told["content"][0]["text"]
+    lines = [json.loads(line) for line in stderr.decode().splitlines() if '"tool"' in line]
+    assert [(line["tool"], line["outcome"] == "ok") for line in lines] == [("t.fail", True), ("t.fail", False)]
+    assert b"server started" not in stderr
+    assert b"Tool call ended" not in stderr
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 1, "handlers": {"h": {"class": "no.such\\n"}}}'])
