@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,22 +22,6 @@ from apcore_mcp.__main__ import main
 
 SECRET = "a key that is long enough, S3CR3T"
 Capture = pytest.CaptureFixture[str]
-Export = Callable[..., list[str]]
-
-
-@pytest.fixture
-def export(extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> Export:
-    """Export the modules of `extensions` under some variables, by a name each, with more flags."""
-
-    def exported(*flags: str, **variables: str) -> list[str]:
-        for name, value in variables.items():
-            monkeypatch.setenv(f"APCORE_MCP_{name}", value)
-        assert main(["--extensions-dir", str(extensions), "--export", "openai", *flags]) == 0
-        return sorted(exported_names(capfd.readouterr().out))
-
-    return exported
-
-
 # ---- Exit statuses ----
 
 
@@ -50,55 +33,61 @@ def status_of(arguments: list[str]) -> object:
         return ended.code
 
 
-@pytest.mark.requirement("FR-CLI-002", "FR-CLI-004", "FR-CLI-008")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--extensions-dir", "{tmp}/no"], "extensions directory does not exist: {tmp}/no"),
-        (["--extensions-dir", "{tmp}/f"], "extensions path is not a directory: {tmp}/f"),
-        (["--port", "0"], "port must be between 1 and 65535"),
-        (["--transport", "stdio", "--port", "70000"], "port must be between 1 and 65535"),
-        (["--name", ""], "server name must not be empty"),
-        (["--name", "n" * 256], "name must not exceed 255 characters"),
-        (["--export", "client", "--prefix", ""], "prefix must not be empty"),
-        (["--check", "--explorer-prefix", "x"], "explorer_prefix must be a path of its own, like /explorer; got 'x'"),
-        (["--check", "--timeout", "nan"], "apcore-mcp timeout: Input should be a finite number"),
-    ],
-    ids=str,
-)
-def test_status_1_for_a_value_that_is_not_allowed(
-    tmp_path: Path, capsys: Capture, arguments: list[str], message: str
+# What is said of a value that is not allowed (status 1) and of what cannot be parsed (status 2). The variables of the
+# environment stand before the flags.
+REFUSED: list[tuple[str, int, str]] = [
+    ("--extensions-dir {tmp}/no", 1, "extensions directory does not exist: {tmp}/no"),
+    ("--extensions-dir {tmp}/f", 1, "extensions path is not a directory: {tmp}/f"),
+    ("--port 0", 1, "port must be between 1 and 65535"),
+    ("--transport stdio --port 70000", 1, "port must be between 1 and 65535"),
+    ("--name=", 1, "server name must not be empty"),
+    (f"--name {'n' * 256}", 1, "name must not exceed 255 characters"),
+    ("--export client --prefix=", 1, "prefix must not be empty"),
+    ("--check --explorer-prefix x", 1, "explorer_prefix must be a path of its own, like /explorer; got 'x'"),
+    ("--check --timeout nan", 1, "apcore-mcp timeout: Input should be a finite number"),
+    ("PORT=0 --check", 1, "port must be between 1 and 65535"),
+    ("STATE_KEY=S3CR3T --check", 1, "state_key must be a secret of 32 bytes or more, and goes with stateless=True"),
+    ("LOG_CONFIG=/no.json --check", 1, "--log-config /no.json: [Errno 2] No such file or directory: '/no.json'"),
+    ("--no-such-option", 2, "unrecognized arguments: --no-such-option"),
+    ("--transport websocket", 2, "invalid choice: 'websocket'"),
+    ("--log-level LOUD", 2, "invalid choice: 'LOUD'"),
+    ("--export pdf", 2, "invalid choice: 'pdf'"),
+    ("--port abc", 2, "invalid int value: 'abc'"),
+    ("PORT=abc --check", 2, "argument --port: invalid int value: 'abc'"),
+    ("EXPLORER=yes --check", 2, "argument --explorer: ignored explicit argument 'yes'"),
+    ("REDACT_OUTPUT=0", 2, "argument --redact-output/--no-redact-output: ignored explicit argument '0'"),
+    ("TRANSPORT=pigeon", 2, "argument --transport: invalid choice: 'pigeon'"),
+    ("EXPORT=pdf", 2, "argument --export: invalid choice: 'pdf'"),
+]
+
+
+@pytest.mark.requirement("FR-CLI-002", "FR-CLI-003", "FR-CLI-004", "FR-CLI-006", "FR-CLI-008")
+@pytest.mark.parametrize(("given", "status", "message"), REFUSED, ids=[given[:40] for given, _, _ in REFUSED])
+def test_a_wrong_value_is_refused_before_any_module_is_loaded(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, given: str, status: int, message: str
 ) -> None:
-    """Before any module is loaded."""
     (tmp_path / "f").touch()
     (tmp_path / "ran.py").write_text("open(__file__[:-3], 'w')")
-    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    status = main(["--extensions-dir", str(tmp_path), "--transport", "streamable-http", *arguments])
+    words = given.replace("{tmp}", str(tmp_path)).split()
+    for word in [word for word in words if not word.startswith("-") and "=" in word]:
+        words.remove(word)
+        name, _, value = word.partition("=")
+        monkeypatch.setenv(f"APCORE_MCP_{name}", value)
+    assert status_of(["--extensions-dir", str(tmp_path), *words]) == status
     printed = capsys.readouterr()
-    assert (status, printed.out) == (1, "")
-    assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
+    assert printed.out == ""
+    assert "S3CR3T" not in printed.err
+    if status == 1:
+        assert printed.err == f"Error: {message.replace('{tmp}', str(tmp_path))}\n"
+    else:
+        assert printed.err.startswith("usage: ")
+        assert message in printed.err
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.requirement("FR-CLI-003", "FR-CLI-006", "FR-CLI-008")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "required: --extensions-dir"),
-        (["--extensions-dir", ".", "--no-such-option"], "unrecognized arguments: --no-such-option"),
-        (["--extensions-dir", ".", "--transport", "websocket"], "invalid choice: 'websocket'"),
-        (["--extensions-dir", ".", "--log-level", "LOUD"], "invalid choice: 'LOUD'"),
-        (["--extensions-dir", ".", "--export", "pdf"], "invalid choice: 'pdf'"),
-        (["--extensions-dir", ".", "--port", "abc"], "invalid int value: 'abc'"),
-    ],
-    ids=str,
-)
-def test_status_2_for_arguments_that_cannot_be_parsed(capsys: Capture, arguments: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out, printed.err[:7]) == (2, "", "usage: ")
-    assert message in printed.err
+def test_the_directory_is_required(capsys: Capture) -> None:
+    assert status_of([]) == 2
+    assert "required: --extensions-dir" in capsys.readouterr().err
 
 
 @pytest.mark.requirement("FR-CLI-008")
@@ -154,23 +143,37 @@ def test_the_installed_command_is_the_same_program() -> None:
     assert entry.load() is main
 
 
+ALL = ["hand-write", "voice-say", "voice-shout"]
+CHOSEN: list[tuple[dict[str, str], str, list[str]]] = [
+    ({}, "--prefix voice.", ALL[1:]),
+    ({}, "--tags public calm", ["hand-write", "voice-shout"]),
+    ({}, "--tags calm --prefix voice.", ["voice-shout"]),
+    ({}, "--read-only", ["voice-shout"]),
+    ({}, "--exclude hand voice.sa", ["voice-shout"]),
+    # A variable stands for its flag.
+    ({"TAGS": "public calm"}, "", ["hand-write", "voice-shout"]),
+    ({"PREFIX": "voice."}, "", ALL[1:]),
+    ({"PREFIX": "voice."}, "--prefix hand", ["hand-write"]),
+    ({"READ_ONLY": "true"}, "", ["voice-shout"]),
+    ({"READ_ONLY": "false", "SEARCH": "TRUE"}, "", ALL),
+    ({"REDACT_OUTPUT": "false"}, "--redact-output", ALL),
+    ({"PREFIX": "", "TAGS": " ", "PORT": ""}, "", ALL),
+]
+
+
 @pytest.mark.requirement("FR-FILTER-001", "FR-FILTER-002", "FR-FILTER-003")
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ("--prefix voice.", ["voice-say", "voice-shout"]),
-        ("--tags public calm", ["hand-write", "voice-say"]),
-        ("--tags calm --prefix voice.", ["voice-say"]),
-        ("--read-only", ["voice-say"]),
-        ("--exclude hand voice.sh", ["voice-say"]),
-    ],
-)
-def test_filters(extensions: Path, export: Export, arguments: str, names: list[str]) -> None:
+@pytest.mark.parametrize(("variables", "flags", "names"), CHOSEN, ids=str)
+def test_flags_and_variables_choose_modules(
+    extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], flags: str, names: list[str],
+) -> None:  # fmt: skip
     read_only = "\n    annotations = ModuleAnnotations(readonly=True)\n"
     text = "from apcore import ModuleAnnotations\n" + MODULE.format(tag="calm") + read_only
-    (extensions / "voice" / "say.py").write_text(text)
-    (extensions / "voice" / "shout.py").write_text(MODULE.format(tag="loud"))
-    assert export(*arguments.split()) == names
+    (extensions / "voice" / "shout.py").write_text(text)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"APCORE_MCP_{name}", value)
+    assert main(["--extensions-dir", str(extensions), "--export", "openai", *flags.split()]) == 0
+    assert sorted(exported_names(capfd.readouterr().out)) == names
 
 
 @pytest.mark.requirement("FR-CLI-001", "FR-CLI-003", "FR-CLI-004", "FR-CLI-005", "FR-SERVER-004")
@@ -228,62 +231,6 @@ def test_a_hint_at_a_terminal(
 # ---- Variables ----
 
 
-@pytest.mark.parametrize(
-    ("variables", "flags", "names"),
-    [
-        ({"TAGS": "public calm"}, "", ["hand-write", "voice-shout"]),
-        ({"PREFIX": "voice."}, "", ["voice-say", "voice-shout"]),
-        ({"PREFIX": "voice."}, "--prefix hand", ["hand-write"]),
-        ({"READ_ONLY": "true"}, "", []),
-        ({"READ_ONLY": "false", "SEARCH": "TRUE"}, "", ["hand-write", "voice-say", "voice-shout"]),
-        ({"REDACT_OUTPUT": "false"}, "--redact-output", ["hand-write", "voice-say", "voice-shout"]),
-        ({"PREFIX": "", "TAGS": " ", "PORT": ""}, "", ["hand-write", "voice-say", "voice-shout"]),
-    ],
-    ids=str,
-)
-def test_a_variable_stands_for_its_flag(
-    export: Export, variables: dict[str, str], flags: str, names: list[str]
-) -> None:
-    assert export(*flags.split(), **variables) == names
-
-
-def test_a_variable_turns_a_switch_off_and_a_flag_another_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "t.py").write_text(
-        "from apcore.decorator import module\n@module\ndef fail() -> int: raise LookupError('of the module')\n"
-    )
-    monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", "false")
-    with RawClient(command("--extensions-dir", str(tmp_path), "--access-log")) as client:
-        client.initialize()
-        result = client.request("tools/call", {"name": "t.fail", "arguments": {}})["result"]
-        lines = client.end()[1].decode().splitlines()
-    assert "of the module" in result["content"][0]["text"]
-    assert len([line for line in lines if "INFO: Tool call ended: t.fail, " in line]) == 1
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "status", "message"),
-    [
-        ("PORT", "abc", 2, "argument --port: invalid int value: 'abc'"),
-        ("EXPLORER", "yes", 2, "argument --explorer: ignored explicit argument 'yes'"),
-        ("REDACT_OUTPUT", "0", 2, "argument --redact-output/--no-redact-output: ignored explicit argument '0'"),
-        ("TRANSPORT", "pigeon", 2, "argument --transport: invalid choice: 'pigeon'"),
-        ("EXPORT", "pdf", 2, "argument --export: invalid choice: 'pdf'"),
-        ("PORT", "0", 1, "Error: port must be between 1 and 65535"),
-        ("STATE_KEY", "S3CR3T", 1, "Error: state_key"),
-        ("LOG_CONFIG", "/no/such.json", 1, "Error: --log-config /no/such.json: "),
-    ],
-)
-def test_a_wrong_value_of_a_variable_is_refused(
-    extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch,
-    variable: str, value: str, status: int, message: str,
-) -> None:  # fmt: skip
-    monkeypatch.setenv(f"APCORE_MCP_{variable}", value)
-    assert status_of(["--extensions-dir", str(extensions), "--check"]) == status
-    printed = capfd.readouterr().err
-    assert message in printed
-    assert "S3CR3T" not in printed
-
-
 def test_no_secret_of_the_environment_is_shown(
     extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,17 +263,27 @@ LOG_CONFIG = {
 }
 
 
-def test_log_config_says_how_to_log(extensions: Path, tmp_path: Path) -> None:
+def test_log_config_says_how_to_log_and_a_variable_turns_a_switch_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The levels too: nothing but its handlers writes, and nothing below WARNING unless it says so."""
     (tmp_path / "log.json").write_text(json.dumps(LOG_CONFIG))
-    arguments = ["--extensions-dir", str(extensions), "--prefix=voice", "--access-log"]
-    with RawClient(command(*arguments, "--log-config", str(tmp_path / "log.json"))) as client:
+    (tmp_path / "t.py").write_text(
+        "from apcore.decorator import module\n@module\ndef fail(n: int) -> int: return 1 // n\n"
+    )
+    monkeypatch.setenv("APCORE_MCP_MASK_ERRORS", "false")
+    arguments = ["--extensions-dir", str(tmp_path), "--access-log", "--log-config", str(tmp_path / "log.json")]
+    with RawClient(command(*arguments)) as client:
         client.initialize()
-        client.request("tools/call", {"name": "voice.say", "arguments": {"text": "hello"}})
+        client.request("tools/call", {"name": "t.fail", "arguments": {"n": 1}})
+        told = client.request("tools/call", {"name": "t.fail", "arguments": {"n": 0}})["result"]
         status, stderr = client.end()
-    (line,) = stderr.decode().splitlines()
-    told = json.loads(line)
-    assert (status, told["tool"], told["outcome"]) == (0, "voice.say", "ok")
+    assert status == 0
+    assert "by zero" in told["content"][0]["text"]
+    lines = [json.loads(line) for line in stderr.decode().splitlines() if '"tool"' in line]
+    assert [(line["tool"], line["outcome"] == "ok") for line in lines] == [("t.fail", True), ("t.fail", False)]
+    assert b"server started" not in stderr
+    assert b"Tool call ended" not in stderr
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 1, "handlers": {"h": {"class": "no.such\\n"}}}'])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import enum
 import json
 import logging
 import math
@@ -534,13 +533,8 @@ def test_a_filter_that_nests_accepts_what_its_model_does(caplog: pytest.LogCaptu
 # ---- Real models ----
 
 
-class Kind(enum.Enum):
-    SMALL = "small"
-
-
 class Item(BaseModel):
     item_id: int
-    kind: Kind
 
 
 class Page(BaseModel, Generic[T]):
