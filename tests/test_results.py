@@ -623,17 +623,6 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
 PAIR = {7: "the cat", "7": "the dog"}
 
 
-class Tick(datetime):
-    """As pandas': it has more than one for a text."""
-
-    def __hash__(self) -> int:
-        return 1
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-TICKS = {datetime(2026, 2, 3): 1.0, Tick(2026, 2, 3): 2.0}
 UNSAID: list[tuple[Any, Any, str]] = [
     (Averaged, Averaged(numbers=[]), "nan at mean"),
     (Any, [Averaged(numbers=[])], "nan at 0.mean"),
@@ -645,7 +634,6 @@ UNSAID: list[tuple[Any, Any, str]] = [
     (dict[str, dict[Any, str]], {"first": PAIR}, "two keys are '7' at first"),
     (list[dict[Any, Any]], [PAIR], "two keys are '7' at 0"),
     (dict[str | None, int], {None: 3, "None": 1}, "two keys are 'None' at the root"),
-    (dict[datetime, float], TICKS, "two keys are '2026-02-03T00:00:00' at the root"),
     (Any, PAIR, "two keys are '7' at result"),
     (Any, [MissingDate(2026, 2, 3)], "NaT at 0"),
 ]
