@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import pytest
 from apcore import FunctionModule, Registry
-from conftest import FunctionalModule, connect, echo, registry_of
+from conftest import FunctionalModule, connect, echo
 from pydantic import BaseModel, Field
 from support import failure, lines_of
 
@@ -111,21 +111,3 @@ async def test_a_text_in_a_hint_describes_its_argument() -> None:
     assert {name: field["description"] for name, field in properties.items()} == told
     assert properties["town"] == {"type": "string", "description": "its town", "default": "Bern", "maxLength": 9}
     assert properties["count"] == {"type": "integer", "description": "how often", "default": 3, "minimum": 1}
-
-
-async def test_a_property_of_a_model_is_no_argument() -> None:
-    """A client's surplus key is looked up on nothing of a module's."""
-    ran: list[str] = []
-
-    class Taking(BaseModel):
-        n: int
-
-        @property
-        def total(self) -> int:
-            ran.append("total")
-            return self.n
-
-    modules = {"a.taking": FunctionalModule(echo, input_schema=Taking)}
-    async with connect(registry_of(modules)) as client:
-        await client.call_tool("a.taking", {"n": 1, "total": 2, "model_dump": 3})
-    assert ran == []

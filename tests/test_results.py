@@ -174,15 +174,17 @@ async def test_a_sensitive_file_is_redacted() -> None:
 
 
 async def test_a_stream_sends_its_file_with_the_result() -> None:
-    properties = {"picture": PNG, "strokes": {"type": "integer"}}
-    chunks = [{"strokes": 1}, {"strokes": 2, "picture": "AAAA"}]
+    """And hides what is marked in each chunk."""
+    properties = {"picture": PNG, "strokes": {"type": "integer"}, "key": MARK}
+    chunks = [{"strokes": 1, "key": "S3CR3T"}, {"strokes": 2, "picture": "AAAA"}]
     module = StreamingModule(chunks, output_schema={"type": "object", "properties": properties})
     note, told = noting()
     async with connect({"t.paint": module}) as client:
         result = await client.call_tool("t.paint", {}, progress_callback=note)
     assert [part.type for part in result.content] == ["text", "image"]
-    assert json.loads(result.content[0].text) == {"strokes": 2}
-    assert [message for _, _, message in told] == ['{"strokes":1}', '{"strokes":2}']
+    assert json.loads(result.content[0].text) == {"strokes": 2, "key": REDACTED}
+    chunks_told = [json.loads(message or "") for _, _, message in told]
+    assert chunks_told == [{"strokes": 1, "key": REDACTED}, {"strokes": 2}]
 
 
 # ---- Output as JSON ----
@@ -197,37 +199,33 @@ class Thing:
         return "a thing"
 
 
-A_THING = Thing()
 PLUS_TWO = timezone(timedelta(hours=2))
 
-# A value that a module may return, what its JSON is, and what reads that back.
-VALUES: dict[str, tuple[Any, type, Callable[[Any], Any]]] = {
-    "date": (date(2026, 2, 3), str, date.fromisoformat),
-    "datetime_zone": (datetime(2026, 2, 3, 4, 5, tzinfo=PLUS_TWO), str, datetime.fromisoformat),
-    "uuid": (UUID("12345678-1234-5678-1234-567812345678"), str, UUID),
-    "decimal": (Decimal("1.10"), str, Decimal),
-    "enum": (Color.RED, str, Color),
-    "bytes": (b"\xff\xfe\x00\xfb\xef\xbe", str, base64.urlsafe_b64decode),
-    "set": ({1, 2, 3}, list, set),
-    "tuple": ((1, "a"), list, tuple),
-    "models": ([{"size": Size(width=1, made=date(2026, 2, 3))}], list, lambda v: [{"size": Size(**v[0]["size"])}]),
-    "object": (A_THING, str, {"a thing": A_THING}.get),
-    "unicode": ('é "quoted" \u2028 \U0001f600 </script>', str, str),
-    "big_integer": (2**80, int, int),
-    "nothing": (None, type(None), lambda value: value),
-}
+VALUES: list[tuple[Any, Any]] = [
+    (date(2026, 2, 3), "2026-02-03"),
+    (datetime(2026, 2, 3, 4, 5, tzinfo=PLUS_TWO), "2026-02-03T04:05:00+02:00"),
+    (UUID("12345678-1234-5678-1234-567812345678"), "12345678-1234-5678-1234-567812345678"),
+    (Decimal("1.10"), "1.10"),
+    (Color.RED, "red"),
+    (b"\xff\xfe\x00\xfb\xef\xbe", "//4A++++"),
+    ({3}, [3]),
+    ((1, "a"), [1, "a"]),
+    ([{"size": Size(width=1, made=date(2026, 2, 3))}], [{"size": {"width": 1, "made": "2026-02-03"}}]),
+    (Thing(), "a thing"),
+    ('é "quoted" \u2028 \U0001f600 </script>', 'é "quoted" \u2028 \U0001f600 </script>'),
+    (2**80, 2**80),
+    (None, None),
+]
+"""A value that a module may return, and what its JSON is."""
 
 
 @pytest.mark.requirement("FR-EXEC-002")
-async def test_values_arrive_as_json_to_read_back() -> None:
-    output = {name: value for name, (value, _, _) in VALUES.items()}
+async def test_values_arrive_as_json() -> None:
+    output = {str(number): value for number, (value, _) in enumerate(VALUES)}
     async with connect({"all.typed": gives(output), "all.plain": gives(output, output_schema={})}) as client:
         typed, plain = [await client.call_tool(name, {}) for name in ("all.typed", "all.plain")]
-    arrived = parsed(success_text(typed))
-    for name, (value, kind, read) in VALUES.items():
-        assert (type(arrived[name]), read(arrived[name])) == (kind, value), name
-    assert len(arrived) == len(VALUES)
-    assert typed.structured_content == arrived
+    assert [*parsed(success_text(typed)).values()] == [written for _, written in VALUES]
+    assert typed.structured_content == parsed(success_text(typed))
     assert success_text(plain) == success_text(typed)
     assert plain.structured_content is None
 
@@ -297,7 +295,8 @@ UNSAYABLE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.requirement("FR-EXEC-002")
 async def test_what_json_cannot_say_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    modules: dict[str, Any] = {"says.fine": echo}
+    marked = {"type": "object", "properties": {"value": MARK}}
+    modules: dict[str, Any] = {"says.fine": echo, "is.marked": gives(UNSAYABLE["keys"][0], output_schema=marked)}
     for name, (output, _) in UNSAYABLE.items():
         modules |= {f"{name}.typed": gives(output), f"{name}.plain": gives(output, output_schema={})}
     async with connect(modules) as client:
@@ -306,6 +305,7 @@ async def test_what_json_cannot_say_is_an_error(caplog: pytest.LogCaptureFixture
                 told = f"Failed to serialize module output{place} (the tool has run)"
                 failure(await client.call_tool(tool, {}), told)
                 assert place.removeprefix(": ") in errors_logged(caplog)[-1].getMessage()
+        failure(await client.call_tool("is.marked", {}), "Failed to serialize module output (the tool has run)")
         assert (await client.call_tool("says.fine", {"a": 1})).structured_content == {"a": 1}
 
 
@@ -319,7 +319,8 @@ def test_a_decimal_is_what_its_schema_says() -> None:
     """Whatever other fields there are: a client refuses a call whose result breaks what was promised."""
     offered = {"price": Decimal("1.5"), "note": Decimal("2.5"), "exact": Decimal("3.50")}
     assert sent(gives(None, output_schema=Offer), offered) == {"price": 1.5, "note": 2.5, "exact": "3.50"}
-    properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}, "note": {}}
+    properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}}
+    properties["note"] = {"type": ["number", "string"]}
     module = gives(None, output_schema={"type": "object", "properties": properties})
     given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0")}
     assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0"}
@@ -341,33 +342,27 @@ def emptied(value: Any) -> str:
     return "nothing left\ud800"
 
 
-@pytest.mark.parametrize(
-    ("formatter", "text"),
-    [
-        pytest.param(lambda value: "\n".join(f"{k} = {v}" for k, v in value.items()), None, id="text"),
-        pytest.param(emptied, "nothing left?", id="takes-it-apart"),
-        pytest.param(lambda value: value["no such"], "JSON", id="raises"),
-    ],
-)
-async def test_an_output_formatter_writes_all_of_the_answer(
-    formatter: Callable[[Any], str], text: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+SHOWN = {"day": "2026-02-03", "key": REDACTED}
+FORMATTERS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "text": (lambda value: "\n".join(f"{k} = {v}" for k, v in value.items()), f"day = 2026-02-03\nkey = {REDACTED}"),
+    "takes_it_apart": (emptied, "nothing left?"),
+    "raises": (lambda value: value["no such"], json.dumps(SHOWN, separators=(",", ":"))),
+}
+
+
+@pytest.mark.parametrize("name", FORMATTERS)
+async def test_an_output_formatter_writes_all_of_the_answer(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """It is for people; agents that read structured content would not see it."""
+    formatter, text = FORMATTERS[name]
     schema = {"type": "object", "properties": {"day": {}, "key": MARK}}
-    made = {"day": date(2026, 2, 3), "key": "S3CR3T"}
-    shown = {"day": "2026-02-03", "key": REDACTED}
-    modules = {"demo.typed": gives(shown), "demo.plain": gives(made, output_schema=schema)}
-    async with connect(modules, output_formatter=formatter) as client:
+    marked = gives({"day": date(2026, 2, 3), "key": "S3CR3T"}, output_schema=schema)
+    async with connect({"demo.typed": gives(SHOWN), "demo.plain": marked}, output_formatter=formatter) as client:
         assert [tool.output_schema for tool in (await client.list_tools()).tools] == [None, None]
-        typed, plain = await client.call_tool("demo.typed", {}), await client.call_tool("demo.plain", {})
-    for result in (typed, plain):
-        if text == "JSON":
-            assert parsed(success_text(result)) == shown
-        else:
-            assert success_text(result) == (text or f"day = 2026-02-03\nkey = {REDACTED}")
-    assert (typed.structured_content, plain.structured_content) == (None, None)
+        results = [await client.call_tool(tool, {}) for tool in ("demo.typed", "demo.plain")]
+    assert [success_text(result) for result in results] == [text, text]
+    assert [result.structured_content for result in results] == [None, None]
     failed = [r for r in caplog.records if "output_formatter failed" in r.getMessage() and r.exc_info]
-    assert len(failed) == (2 if text == "JSON" else 0)
+    assert len(failed) == (2 if name == "raises" else 0)
 
 
 # ---- What JSON has no type for ----
@@ -380,19 +375,13 @@ class Holder(BaseModel):
 async def test_an_array_is_its_values() -> None:
     numbers = [*range(2000)]
     given = {"array": Array(numbers), "scalar": Array(1.5), "deep": [{"in": (Array([[1], [2]]),)}], 1: Array([1])}
-    assert as_json(given) == {"array": numbers, "scalar": 1.5, "deep": [{"in": [[[1], [2]]]}], "1": [1]}
-    schema = {"type": "object", "properties": {"array": {"type": "array", "items": {"type": "integer"}}}}
-    output = {"array": Array(numbers), "model": Holder(anything=Array([3]))}
-    modules = {
-        "an.array": gives(output, output_schema=schema),
-        "an.array_in_chunks": StreamingModule([{"array": Array([1])}]),
-    }
+    expected = {"array": numbers, "scalar": 1.5, "deep": [{"in": [[[1], [2]]]}], "1": [1]}
+    assert as_json({**given, "model": Holder(anything=Array([3]))}) == {**expected, "model": {"anything": [3]}}
+    modules = {"an.array": gives(given), "an.array_in_chunks": StreamingModule([{"array": Array([1])}])}
     note, told = noting()
     async with connect(modules) as client:
-        result = await client.call_tool("an.array", {})
+        assert (await client.call_tool("an.array", {})).structured_content == expected
         streamed = await client.call_tool("an.array_in_chunks", {}, progress_callback=note)
-    expected = {"array": numbers, "model": {"anything": [3]}}
-    assert parsed(success_text(result)) == result.structured_content == expected
     assert parsed(success_text(streamed)) == {"array": [1]}
     assert [message for _, _, message in told] == ['{"array":[1]}']
     assert json.loads(await run_openai_call(registry_of(modules), "an-array", {})) == expected
@@ -438,7 +427,7 @@ class Moment(Array):
         self.exact = exact
 
     def astype(self, dtype: str) -> Moment:
-        return Moment(dtype, self.text, self.exact or 0)
+        return Moment(dtype, self.text, self.exact or datetime(2026, 2, 3))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Moment) and self.values == other.exact
@@ -571,12 +560,6 @@ class Item:
     price: Money
 
 
-@dataclass
-class Cart:
-    items: list[Item]
-    count: int
-
-
 class Priced(BaseModel):
     price: Price
 
@@ -623,10 +606,6 @@ class Averaged(BaseModel):
         return NAN
 
 
-class AveragedAndMore(Averaged):
-    more: Any = None
-
-
 ONE = Decimal("1.1")
 NAN = float("nan")
 ARRAY = Array([1, 2])
@@ -658,20 +637,8 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
 PAIR = {7: "the cat", "7": "the dog"}
 
 
-class Tick(datetime):
-    """As pandas': it has more than one for a text."""
-
-    def __hash__(self) -> int:
-        return 1
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-TICKS = {datetime(2026, 2, 3): 1.0, Tick(2026, 2, 3): 2.0}
 UNSAID: list[tuple[Any, Any, str]] = [
     (Averaged, Averaged(numbers=[]), "nan at mean"),
-    (AveragedAndMore, AveragedAndMore(numbers=[]), "nan at mean"),
     (Any, [Averaged(numbers=[])], "nan at 0.mean"),
     (dict, {"a": Averaged(numbers=[])}, "nan at a.mean"),
     (PricedAndMore, PricedAndMore(price=ONE, more=deque([NAN])), "nan at more.0"),
@@ -681,7 +648,6 @@ UNSAID: list[tuple[Any, Any, str]] = [
     (dict[str, dict[Any, str]], {"first": PAIR}, "two keys are '7' at first"),
     (list[dict[Any, Any]], [PAIR], "two keys are '7' at 0"),
     (dict[str | None, int], {None: 3, "None": 1}, "two keys are 'None' at the root"),
-    (dict[datetime, float], TICKS, "two keys are '2026-02-03T00:00:00' at the root"),
     (Any, PAIR, "two keys are '7' at result"),
     (Any, [MissingDate(2026, 2, 3)], "NaT at 0"),
 ]
@@ -699,6 +665,8 @@ def test_a_generator_is_not_used_up() -> None:
     numbers = (number for number in range(3))
     for hint, value in ((PricedAndMore, PricedAndMore(price=ONE, more=numbers)), (Any, numbers)):
         assert "what a builtins.generator is in JSON" in refused(hint, value).message
+    with pytest.raises(ModuleError):
+        sent(gives(None), {"n": iter([1])})
     assert [*numbers] == [0, 1, 2]
 
 
@@ -720,8 +688,11 @@ class Oven(BaseModel):
 
     @model_validator(mode="after")
     def kelvin(self) -> Any:
-        self.degrees += 273
+        self.degrees += 270
         return self
+
+    def model_post_init(self, context: Any) -> None:
+        self.degrees += 3
 
 
 class Kitchen(BaseModel):
@@ -741,6 +712,8 @@ class Trip:
     kind: Literal["bus", "train"] = "bus"
     stay: Stay | None = None
     seats: Annotated[int, Field(ge=1)] = 1
+    share: Annotated[float, Field(le=1)] = 0.5
+    legs: tuple[int, str] = (1, "a")
 
 
 def trip(**changed: Any) -> Trip:
@@ -753,7 +726,8 @@ def trip(**changed: Any) -> Trip:
 FLOUR, OVEN = Flour(2500), Oven(degrees=200, tag="a")
 HOT = {"degrees": 473.0, "tag": "a"}
 DAY = "2026-02-03"
-TRIP = {"day": DAY, "price": "0", "stops": [], "kind": "bus", "stay": None, "seats": 1}
+TRIP = {"day": DAY, "price": "0", "stops": [], "kind": "bus", "stay": None, "seats": 1, "share": 0.5}
+TRIP["legs"] = [1, "a"]
 RETURNED: list[tuple[Any, Any, Any]] = [
     *WRITTEN,
     (Flour, FLOUR, {"result": {"grams": 2.5}}),
@@ -762,6 +736,7 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (list[Flour], [{"grams": 2500.0}], {"result": [{"grams": 2.5}]}),
     (Flour | None, FLOUR, {"result": {"grams": 2.5}}),
     (list[Oven], [OVEN], {"result": [HOT]}),
+    (list[Oven], [{"degrees": 200.0, "tag": "a"}], {"result": [HOT]}),
     (Annotated[Oven, AfterValidator(lambda oven: pytest.fail("checked again"))], OVEN, {"result": HOT}),
     (dict[str, list[Kitchen]], {"a": [{"oven": OVEN}]}, {"a": [{"oven": HOT, "when": DAY}]}),
     (list[Kitchen], [{"oven": OVEN, "when": DAY}], {"result": [{"oven": HOT, "when": DAY}]}),
@@ -797,17 +772,17 @@ UNFIT: list[tuple[Any, Any, str]] = [
     (dict[str, int], {"a": 1.5}, "a"),
     (dict[str, Annotated[float, Field(le=1)]], {"a": 1.7}, "a"),
     (list[Annotated[int, Field(ge=1)]], [1, 0], "result.1"),
-    (Cart, Cart([Item(ONE)], "one"), "result.count"),  # type: ignore[arg-type]
-    (Cart, Cart([Item(ONE)], None), "result.count"),  # type: ignore[arg-type]
-    (list[Cart], [Cart([Item("dear")], 1)], ""),  # type: ignore[arg-type]
     (bytes, "plot.png", "result"),
     (list[Sheet], [{"at": "2026-02-03", "picture": "plot.png"}], "result.0.at"),
+    (list[Item], [Item("dear")], ""),  # type: ignore[arg-type]
     (int, MONTHS, "result"),
     (float, MONTHS, "result"),
     (list[float], Moments([MONTHS]), "result"),
     (timedelta, MONTHS, "result"),
     (Trip, trip(seats="two"), "result.seats"),
     (list[Trip], [trip(), trip(seats=0)], "result.1.seats"),
+    (Trip, trip(share=1.5), "result.share"),
+    (Trip, trip(legs=(1, 2)), "result.legs.1"),
     (Trip, trip(kind="boat"), "result.kind"),
     (Trip, trip(day="tomorrow"), "result.day"),
     (Trip, trip(stops=None), "result.stops"),
@@ -859,26 +834,21 @@ def test_a_field_that_pydantic_does_not_know_is_told() -> None:
 async def test_by_a_dict_schema_json_decides() -> None:
     """Dates, Decimals and tuples are their JSON, which hooks get as well."""
     given = {
-        "at": datetime(2026, 2, 3, 4, 5), "day": date(2026, 2, 3), "id": UUID(int=1), "price": Decimal("1.5"),
-        "pair": (1, 2), "color": Color.RED,
+        "at": datetime(2026, 2, 3, 4, 5), "id": UUID(int=1), "price": Decimal("1.5"), "color": Color.RED,
     }  # fmt: skip
-    written = {"at": "2026-02-03T04:05:00", "day": "2026-02-03", "id": str(UUID(int=1)), "price": 1.5, "pair": [1, 2],
-               "color": "red"}  # fmt: skip
-    text = {"type": "string"}
+    written = {"at": "2026-02-03T04:05:00", "id": str(UUID(int=1)), "price": 1.5, "pair": [1, 2], "color": "red"}
     pair = {"type": "array", "items": {"type": "integer"}}
-    properties = {"at": text, "day": text, "id": text, "price": {"type": "number"}, "pair": pair,
-                  "color": {"enum": ["red"]}}  # fmt: skip
-    schema = {"type": "object", "properties": properties, "required": [*given], "additionalProperties": False}
+    properties = {"at": {"type": "string"}, "price": {"type": "number"}, "pair": pair, "color": {"enum": ["red"]}}
+    schema = {"type": "object", "properties": {**properties, "id": {"type": "string"}}, "additionalProperties": False}
     seen: list[Any] = []
 
     class Watching(Middleware):
         def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
             seen.append(output)
 
-    wrong = {**given, "pair": ("a",)}
-    modules = {"a.form": gives(given, output_schema=schema), "a.wrong_form": gives(wrong, output_schema=schema)}
-    executor = Executor(registry_of(modules), middlewares=[Watching()])
-    async with connect(executor) as client:
+    pairs = {"a.form": (1, 2), "a.wrong_form": ("a",)}
+    modules = {name: gives({**given, "pair": each}, output_schema=schema) for name, each in pairs.items()}
+    async with connect(Executor(registry_of(modules), middlewares=[Watching()])) as client:
         assert (await client.call_tool("a.form", {})).structured_content == written
         report = failure(await client.call_tool("a.wrong_form", {}))
     assert seen == [written]
