@@ -270,8 +270,10 @@ def test_who_listens_is_told_of_the_end_at_once(bench: list[str]) -> None:
     """Its request is acknowledged and ended, in whatever order it and the end are seen: not after the time of grace."""
     listen = request("listen", "subscriptions/listen", notifications={"toolsListChanged": True})
     calls = [call(n, "t.echo") for n in range(100)]
-    answers, _ = converse([*bench, "300"], b"".join(map(line, [*calls, listen])))
+    sent = [*calls, request("wrong", "no/such"), listen]  # an error is an answer, too
+    answers, _ = converse([*bench, "300"], b"".join(map(line, sent)))
     by_id = {answer.get("id"): answer for answer in answers}
+    assert by_id["wrong"]["error"]["code"] == -32601
     assert by_id[None]["method"] == "notifications/subscriptions/acknowledged"
     assert ["result" in by_id[number] for number in (*range(100), "listen")] == [True] * 101
 
