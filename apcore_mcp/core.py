@@ -936,7 +936,10 @@ class ExecutionRouter:
     ) -> JSONObject:  # fmt: skip
         """Begin the call of a tool by its name. Returns its result, what it asks first, or a task. `answers` are those
         to what another server of the same key has asked."""
-        arguments = integral(arguments)
+        try:
+            arguments = integral(arguments)
+        except ValueError as error:
+            return failure(f"Input validation failed: {error}", "SCHEMA_VALIDATION_ERROR")
         tool = None
         if self.search is not None:
             tool, name, arguments = self.search.resolve(name, arguments)

@@ -271,7 +271,7 @@ def from_openai_name(name: str, registry: Registry | None = None) -> str:
 
 
 def from_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject | None,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, search: bool = False,
 ) -> tuple[str, JSONObject]:  # fmt: skip
     """Turn the call a model sent back into a module id and inputs that module accepts.
@@ -304,8 +304,10 @@ def from_openai_call(
     return tool.module_id, _drop_nulls(integral(inputs), tool.input_schema)[0]
 
 
-def _read_arguments(name: str, arguments: str | JSONObject) -> JSONObject:
-    inputs = from_json(arguments or "{}", allow_inf_nan=False) if isinstance(arguments, str) else arguments
+def _read_arguments(name: str, arguments: str | JSONObject | None) -> JSONObject:
+    # Gemini gives none for a function without parameters.
+    text = "" if arguments is None else arguments
+    inputs = from_json(text or "{}", allow_inf_nan=False) if isinstance(text, str) else text
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
     return inputs
@@ -351,7 +353,7 @@ def _part(file: JSONObject) -> JSONObject:
 
 @overload
 async def run_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject | None,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
     search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
     content: Literal["text"] = "text",
@@ -360,7 +362,7 @@ async def run_openai_call(
 
 @overload
 async def run_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject | None,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
     search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
     content: Literal["parts"],
@@ -368,7 +370,7 @@ async def run_openai_call(
 
 
 async def run_openai_call(
-    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject,
+    registry_or_executor: Registry | Executor | APCore, name: str, arguments: str | JSONObject | None,
     *, tags: Sequence[str] | None = None, prefix: str | None = None, identity: Identity | None = None,
     search: bool = False, approval: str | ApprovalHandler = "require", max_result: int = 6 * 2**20,
     content: Literal["text", "parts"] = "text",

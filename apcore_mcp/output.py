@@ -6,6 +6,7 @@ What stands above it hands it a module and later what that module gave, and lear
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
@@ -13,7 +14,7 @@ from typing import Any, get_origin
 
 from apcore import ModuleDescriptor, ModuleError, errors
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
-from pydantic_core import SchemaValidator, to_json
+from pydantic_core import SchemaValidator, from_json, to_json
 
 from .faults import fault_at, faults_in, pydantic_faults
 from .functions import Function
@@ -176,7 +177,12 @@ class Output:
     def _serialize(self, output: Any) -> tuple[Any, bytes, list[Any]]:
         """What a module gave as plain JSON, its text, and the values in which models mark what `schema` may not."""
         if self._adapter is not None:
-            value = self._read(self._reader, output)
+            is_plain = self._is_open and not self._is_rewritten and not self._forms and _is_plain(output)
+            value = self._read(self._reader, output, is_plain)
+            read = vars(value) if self._function is not None and self._function.is_wrapped else value
+            if is_plain and read == output:  # much of it would take seconds, looked at part by part
+                written = self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+                return written, to_json(written), []
             if not self._is_open:
                 with suppress(ValueError):
                     # Pydantic warns of what it writes by another schema than this.
@@ -189,13 +195,8 @@ class Output:
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
             written = plain_json(as_json(python, self._forms, form=form))
             return written, to_json(written), [value] if value is output else [value, output]
-        written = None
-        is_plain = False
-        with suppress(ValueError, TypeError):
-            written = plain_json(output)
-            is_plain = bool(written == output)  # not the key 1, a date or a set
-        if not is_plain:
-            written = plain_json(as_json(output, [*in_place(self.schema)]))
+        is_plain = _is_plain(output)
+        written = plain_json(output if is_plain else as_json(output, [*in_place(self.schema)]))
         if self._declared is not None and not isinstance(self._declared, ModelType):
             try:
                 self._declared.model_validate(written, strict=True)
@@ -203,9 +204,9 @@ class Output:
                 raise RefusedOutput(faults_in(error), output) from None
         return written, to_json(written), [] if is_plain else [output]
 
-    def _read(self, reader: Reader, output: Any) -> Any:
+    def _read(self, reader: Reader, output: Any, is_plain: bool) -> Any:
         """What a module gave, with models in the place of the dicts that are to be some."""
-        if self._is_open:
+        if self._is_open and not is_plain:
             check_names(output)
         is_numpys = isinstance(output, dict) and hasattr(output.get("result"), "dtype")
         if not is_numpys:  # pydantic would make a number of a duration
@@ -235,6 +236,13 @@ class Output:
     def _marks_in(self, value: Any) -> JSONSchema:
         marks = marks_in(value)
         return {"additionalProperties": {"x-sensitive": True}} if marks and self._is_rewritten else marks
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is what its JSON says: no model, date or set is in it, and no key 1."""
+    with suppress(ValueError, TypeError, RecursionError):
+        return bool(from_json(json.dumps(value, allow_nan=False)) == value)  # pydantic's would use up a generator
+    return False
 
 
 def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:

@@ -6,6 +6,7 @@ values by these schemas (`values.py`) use them.
 
 from __future__ import annotations
 
+import math
 import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -172,9 +173,12 @@ def text_of(value: object) -> str:
 
 
 def integral(value: Any) -> Any:
-    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
+    """Copy plain JSON with whole numbers as such, as JSON Schema has them: `30.0` is an integer, and 30. ValueError for
+    NaN and infinity, which some parsers read, and which are within no bound and beyond none."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("JSON has no NaN, and no infinity")
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, dict):
         return {name: integral(item) for name, item in value.items()}
     return [*map(integral, value)] if isinstance(value, list) else value

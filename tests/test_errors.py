@@ -261,7 +261,7 @@ async def test_a_failed_call_logs_one_short_message(caplog: pytest.LogCaptureFix
             assert record.exc_info is not None
 
 
-async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
+async def test_arguments_that_cannot_be_read_are_an_error() -> None:
     """Of that call alone."""
     with serving(registry_of({"demo.echo": lambda inputs, context: inputs})) as url:
         call = modern("tools/call", {"name": "demo.echo", "arguments": {"a": 1}})
@@ -273,6 +273,10 @@ async def test_arguments_too_deep_to_be_read_are_an_error() -> None:
             # Which of the two depends on how deep this Python goes: whether we or apcore stop at it.
             assert "error" in answer or answer["result"]["isError"]
             assert "Internal error occurred" in json.dumps(answer)
+            for number in ("NaN", "-Infinity", "1e999"):  # within no bound of a schema's, and beyond none
+                answer = (await client.post(f"{url}/mcp", content=right.replace("1}", f"[{number}]}}"), **call)).json()
+                (content,) = answer["result"]["content"]
+                assert content["text"] == "Input validation failed: JSON has no NaN, and no infinity"
             answer = (await client.post(f"{url}/mcp", content=right, **call)).json()
     assert answer["result"]["structuredContent"] == {"a": 1}
 

@@ -508,11 +508,16 @@ def test_other_nulls_stay_for_the_module_to_judge() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["{", "[]", '{"x": NaN}', "[" * 100_000, None], ids=["open", "list", "nan", "deep", "None"]
+    "arguments", ["{", "[]", '{"x": NaN}', "[" * 100_000, 7], ids=["open", "list", "nan", "deep", "number"]
 )
 def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"m-a|line 1 column"):
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
+
+
+@pytest.mark.parametrize("arguments", ["", None])
+def test_no_arguments_are_none(arguments: str | None) -> None:
+    assert from_openai_call(registry_of({"m.a": echo}), "m-a", arguments) == ("m.a", {})
 
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
