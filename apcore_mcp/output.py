@@ -195,8 +195,13 @@ class Output:
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
             written = plain_json(as_json(python, self._forms, form=form))
             return written, to_json(written), [value] if value is output else [value, output]
-        is_plain = _is_plain(output)
-        written = plain_json(output if is_plain else as_json(output, [*in_place(self.schema)]))
+        written = None
+        is_plain = False
+        with suppress(ValueError, TypeError):
+            written = plain_json(output)
+            is_plain = bool(written == output)  # not the key 1, a date or a set
+        if not is_plain:
+            written = plain_json(as_json(output, [*in_place(self.schema)]))
         if self._declared is not None and not isinstance(self._declared, ModelType):
             try:
                 self._declared.model_validate(written, strict=True)
@@ -238,10 +243,13 @@ class Output:
         return {"additionalProperties": {"x-sensitive": True}} if marks and self._is_rewritten else marks
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)  # pydantic's would use up a generator
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a value is what its JSON says: no model, date or set is in it, and no key 1."""
     with suppress(ValueError, TypeError, RecursionError):
-        return bool(from_json(json.dumps(value, allow_nan=False)) == value)  # pydantic's would use up a generator
+        return bool(from_json(_ENCODER.encode(value)) == value)
     return False
 
 
