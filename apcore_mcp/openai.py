@@ -305,9 +305,9 @@ def from_openai_call(
 
 
 def _read_arguments(name: str, arguments: str | JSONObject | None) -> JSONObject:
-    # Gemini gives none for a function without parameters.
-    text = "" if arguments is None else arguments
-    inputs = from_json(text or "{}", allow_inf_nan=False) if isinstance(text, str) else text
+    inputs: Any = arguments
+    if arguments is None or isinstance(arguments, str):  # Gemini gives none for a function without parameters
+        inputs = from_json(arguments or "{}", allow_inf_nan=False)
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
     return inputs
