@@ -73,7 +73,7 @@ class ElicitationApprovalHandler:
             answer = conversation.read(conversation.confirmation, _FORM)
             conversation.is_confirmed = True
         result = ApprovalResult("approved" if answer and answer["approve"] else "rejected")
-        logger.info("%s: %s was %s by its user", conversation.label, request.module_id, result.status)
+        logger.info("%s: approval of %s: %s", conversation.label, request.module_id, result.status)
         return result
 
     def _without_answer(self, request: ApprovalRequest, call: RunningCall) -> ApprovalResult:

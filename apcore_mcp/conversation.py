@@ -384,9 +384,7 @@ class WaitingRoom:
         questions = {key: question.request for key, question in conversation.questions.items()}
         return {"resultType": "input_required", "requestState": state, "inputRequests": questions}
 
-    def resume(
-        self, state: str, caller: Identity | None, client: Client, responses: Mapping[str, Any]
-    ) -> Conversation:
+    def resume(self, state: str, caller: Identity | None, client: Client, responses: Mapping[str, Any]) -> Conversation:
         """Go on with the parked call of `state`, whose client has retried. Raises the JSON-RPC error for no such."""
         conversation, timer = self._parked.get(state, (None, None))
         if conversation is None or timer is None or conversation.owner != (caller and caller.id):

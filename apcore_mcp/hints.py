@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from enum import Flag
 from typing import Any, cast, get_type_hints
 
 import pydantic
@@ -108,8 +109,10 @@ def _is_of_class(schema: CoreSchema) -> bool:
 
 
 def _is_plain(enum: CoreSchema) -> bool:
-    """Whether the values of an enum are texts and numbers, and no models."""
-    return all(isinstance(each.value, str | int | float) for each in enum["members"])
+    """Whether the values of an enum are those of its members: texts and numbers, no models, and no flags, of which
+    several may be one value."""
+    has_all = not issubclass(enum["cls"], Flag)
+    return has_all and all(isinstance(each.value, str | int | float) for each in enum["members"])
 
 
 def _is_secret(schema: CoreSchema) -> bool:

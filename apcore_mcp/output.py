@@ -177,7 +177,7 @@ class Output:
     def _serialize(self, output: Any) -> tuple[Any, bytes, list[Any]]:
         """What a module gave as plain JSON, its text, and the values in which models mark what `schema` may not."""
         if self._adapter is not None:
-            is_plain = self._is_open and not self._is_rewritten and not self._forms and _is_plain(output)
+            is_plain = self._is_open and not self._is_rewritten and not self._forms and _read_back(output)[0]
             value = self._read(self._reader, output, is_plain)
             read = vars(value) if self._function is not None and self._function.is_wrapped else value
             if is_plain and read == output:  # much of it would take seconds, looked at part by part
@@ -195,11 +195,7 @@ class Output:
             python, form = dumped(dump, partial(self._adapter.dump_json, value))
             written = plain_json(as_json(python, self._forms, form=form))
             return written, to_json(written), [value] if value is output else [value, output]
-        written = None
-        is_plain = False
-        with suppress(ValueError, TypeError):
-            written = plain_json(output)
-            is_plain = bool(written == output)  # not the key 1, a date or a set
+        is_plain, written = _read_back(output)
         if not is_plain:
             written = plain_json(as_json(output, [*in_place(self.schema)]))
         if self._declared is not None and not isinstance(self._declared, ModelType):
@@ -246,11 +242,12 @@ class Output:
 _ENCODER = json.JSONEncoder(allow_nan=False)  # pydantic's would use up a generator
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is what its JSON says: no model, date or set is in it, and no key 1."""
+def _read_back(value: Any) -> tuple[bool, Any]:
+    """Whether a value is what its JSON says (no model, date or set is in it, and no key 1), and what that says."""
     with suppress(ValueError, TypeError, RecursionError):
-        return bool(from_json(_ENCODER.encode(value)) == value)
-    return False
+        written = from_json(_ENCODER.encode(value))
+        return bool(written == value), written
+    return False, None
 
 
 def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:
