@@ -25,7 +25,7 @@ import httpx
 import httpx2
 import mcp_types as types
 import pytest
-from apcore import Executor, FunctionModule, ModuleAnnotations, Registry
+from apcore import Config, Executor, FunctionModule, ModuleAnnotations, Registry
 from apcore.cancel import CancelToken
 from conftest import (
     HANDSHAKE,
@@ -46,7 +46,7 @@ from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
@@ -55,6 +55,8 @@ from apcore_mcp import MCPServer, async_serve, elicit, report_progress, serve, t
 from apcore_mcp.core import Catalog, Tool
 from apcore_mcp.options import options_of
 
+Caplog = pytest.LogCaptureFixture
+Monkeypatch = pytest.MonkeyPatch
 ERAS = (HANDSHAKE, MODERN)
 entered = threading.Semaphore(0)
 
@@ -177,18 +179,21 @@ def everything_logged(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(f"{formatter.format(r)}\n{r.args!r}\n{r.exc_text}\n{r.exc_info!r}" for r in ours)
 
 
-SECRETIVE = {"type": "object", "properties": {"token": {"type": "string", "x-sensitive": True}}}
+MARK: Any = {"x-sensitive": True}
+MARKED: Any = Field(json_schema_extra=MARK)
+SECRETIVE = {"type": "object", "properties": {"token": {"type": "string", **MARK}}}
 
 
-def calls(module_id: str, **inputs: Any) -> Callable[..., Any]:
-    """A module that calls another one."""
+def calls(module_id: str, **more: Any) -> Callable[..., Any]:
+    """A module that calls another one with what it is given, and more."""
 
-    async def call(_inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async(module_id, inputs, context)
+    async def call(inputs: dict[str, Any], context: Any) -> Any:
+        return await context.executor.call_async(module_id, {**inputs, **more}, context)
 
     return call
 
 
+WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 LOGGER = logging.getLogger("apcore_mcp")
 
 
@@ -617,9 +622,14 @@ class Size(BaseModel):
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
 
+def of(*names: str, **properties: Any) -> dict[str, Any]:
+    """An object schema with these properties; those that are only named may be anything."""
+    return {"type": "object", "properties": {**{name: {} for name in names}, **properties}}
+
+
 def one(schema: Any, **rest: Any) -> dict[str, Any]:
     """An object schema whose one property, `p`, has `schema`."""
-    return {"type": "object", "properties": {"p": schema}, **rest}
+    return of(p=schema) | rest
 
 
 def nested(levels: int, inner: Any = STRING) -> Any:

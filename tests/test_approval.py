@@ -47,8 +47,12 @@ from pydantic.dataclasses import dataclass
 from support import (
     DENIED,
     LOGIN,
+    MARK,
     REDACTED,
+    STRING,
     UNASKED,
+    Caplog,
+    Monkeypatch,
     Wire,
     accept,
     ask,
@@ -58,6 +62,7 @@ from support import (
     hosted,
     messages_logged,
     modern,
+    of,
     text_of,
 )
 
@@ -105,9 +110,7 @@ def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     ],
     ids=["auto", "require", "deny", "off", "default"],
 )
-async def test_a_call_runs_if_mode_and_user_say_so(
-    mode: str, options: dict[str, str], expected: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_mode_and_user_decide(mode: str, options: Any, expected: dict[str, str], caplog: Caplog) -> None:
     executor, ran = wiping()
     with serving(executor, **options) as url:
         for user, happens in expected.items():
@@ -126,9 +129,9 @@ async def test_a_call_runs_if_mode_and_user_say_so(
             assert decisions == [text for about, text in DECISIONS.items() if about == happens]
 
 
-@pytest.mark.parametrize("door", [serve, async_serve])
-def test_doors_require_approval_by_default(door: Any) -> None:
-    assert inspect.signature(door).parameters["approval"].default == "require"
+def test_doors_require_approval_by_default() -> None:
+    for door in (serve, async_serve):
+        assert inspect.signature(door).parameters["approval"].default == "require"
 
 
 TOGGLE = "system.control.toggle_feature"
@@ -142,9 +145,7 @@ def controlled(**options: Any) -> APCore:
 
 
 @pytest.mark.parametrize(("user", "disabled"), [("yes", True), ("no", False), ("cannot", False)])
-async def test_nobody_controls_the_application_unasked(
-    user: str, disabled: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_nobody_controls_the_application_unasked(user: str, disabled: bool, caplog: Caplog) -> None:
     """Neither by apcore's own control modules nor by a module that calls them."""
     application = controlled()
     toggle = {"module_id": "echo", "enabled": False, "reason": "a test"}
@@ -167,9 +168,7 @@ async def test_nobody_controls_the_application_unasked(
     [({}, False, True), ({"approval": "deny"}, False, False), ({}, True, False)],
     ids=["asks", "denied", "strict"],
 )
-def test_a_start_warns_of_unprotected_control_modules(
-    options: dict[str, Any], strict: bool, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_warns_of_open_control_modules(options: Any, strict: bool, warns: bool, caplog: Caplog) -> None:
     executor = controlled(policy=ExecutionPolicy(strict=strict)).executor
     for acl in (None, ACL(rules=[], default_effect="deny")):
         caplog.clear()
@@ -272,22 +271,15 @@ class Wipe(BaseModel):
     passes: int = Field(1, ge=1)
 
 
-WIPE = {"properties": {"disk": {"type": "string"}, "passes": {"type": "integer", "minimum": 1}}, "required": ["disk"]}
 WRONG = {"disk": ["sda"], "passes": 0}
 
 
 def nested(ran: list[dict[str, Any]]) -> Executor:
     """An Executor of `wipe`, and of modules that pass it on: with their context, without, from a thread."""
-    executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe)}))
-
-    async def below(inputs: dict[str, Any], context: Any) -> Any:
-        return await executor.call_async("wipe", inputs, context)
+    executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe), "below": calls("wipe")}))
 
     async def alone(inputs: dict[str, Any], context: Any) -> Any:
         return await executor.call_async("wipe", inputs)
-
-    async def thread(inputs: dict[str, Any], context: Any) -> Any:
-        return await asyncio.to_thread(executor.call, "wipe", inputs)
 
     async def bare(inputs: dict[str, Any], context: Any) -> Any:
         return executor.call("wipe", inputs, context)  # in a thread of apcore's, which has no context variables
@@ -295,7 +287,7 @@ def nested(ran: list[dict[str, Any]]) -> Executor:
     def sync(inputs: dict[str, Any], context: Any) -> Any:
         return executor.call("wipe", inputs)
 
-    for function in (below, alone, thread, bare, sync):
+    for function in (alone, bare, sync):
         executor.registry.register(function.__name__, FunctionalModule(function))
     return executor
 
@@ -306,7 +298,7 @@ async def test_whatever_a_module_calls_needs_approval(approval: str, told: str) 
     ran: list[dict[str, Any]] = []
     arguments, asked = asking(APPROVE)
     async with hosted(nested(ran), user=arguments, approval=approval) as client:
-        ways = ["below", "alone", "thread", "sync"] + (["bare"] if approval == "deny" else [])  # it blocks the loop
+        ways = ["below", "alone", "sync"] + (["bare"] if approval == "deny" else [])  # it blocks the loop
         for number, name in enumerate(ways, 1):
             if approval == "auto":
                 assert await outcome_of(client, name, WRONG) == "Module error: SCHEMA_VALIDATION_ERROR"
@@ -415,7 +407,7 @@ async def test_a_users_own_gate_stays_in_place() -> None:
     assert passed == ["wipe", "purge", "wipe"]
 
 
-@pytest.mark.parametrize(("schema", "validate_inputs"), [(Wipe, False), ({"type": "object", **WIPE}, True)])
+@pytest.mark.parametrize(("schema", "validate_inputs"), [(Wipe, False), (Wipe.model_json_schema(), True)])
 async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inputs: bool) -> None:
     """Neither the user nor a handler of the server's; and the caller is told what is wrong as ever."""
     ran: list[dict[str, Any]] = []
@@ -433,7 +425,7 @@ async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inp
         ran.clear(), asked.clear(), judge.asked.clear()
 
 
-async def test_the_time_to_approve_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_to_approve_does_not_count(monkeypatch: Monkeypatch) -> None:
     waited = 0.0
     now = time.time
 
@@ -475,12 +467,7 @@ def shown(schema: Any, arguments: dict[str, Any]) -> list[str]:
     return question(schema, arguments)[2:]
 
 
-def fields(*names: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {**{name: {} for name in names}, **properties}}
-
-
-MARK: dict[str, Any] = {"json_schema_extra": {"x-sensitive": True}}
-SECRET = {"type": "string", "x-sensitive": True}
+SECRET = {**STRING, **MARK}
 UNNAMED = "(the module's schema does not name these:)"
 
 
@@ -489,7 +476,7 @@ async def test_the_question_is_for_people() -> None:
     about = "Write a text, e.g. a note,\nto a file. Nothing is kept of what was there.\n\nMore for agents."
     sent: dict[str, Any] = {"path": "/etc/passwd", "mode": 0o644, "größe": 1.5, "to whom": ["Zoë", None, True]}
     sent["request"] = {"body": {"of": {"a": {"b": {"c": {"d": [{"path": 'settings "1".ini'}]}}}}}, "no": [{}, []]}
-    module = guarded([], description=about, input_schema=fields(*sent))
+    module = guarded([], description=about, input_schema=of(*sent))
     arguments, asked = asking(REFUSE)
     async with connect({"files.write": module}, client=arguments) as client:
         await client.call_tool("files.write", sent)
@@ -504,8 +491,8 @@ async def test_the_question_is_for_people() -> None:
         '- "to whom": ["Zoë", null, true]',
         '- request: {"body": {"of": {"a": {"b": {"c": {"d": [{"path": "settings \\"1\\".ini"}]}}}}}, "no": [{}, []]}',
     ]
-    assert question(fields("n"), {"n": 1}) == ["Let files.write run?", "Arguments:", "- n: 1"]
-    assert question(fields("n"), {})[1:] == ["Arguments: none"]
+    assert question(of("n"), {"n": 1}) == ["Let files.write run?", "Arguments:", "- n: 1"]
+    assert question(of("n"), {})[1:] == ["Arguments: none"]
 
 
 def test_a_long_value_loses_its_middle() -> None:
@@ -514,7 +501,7 @@ def test_a_long_value_loses_its_middle() -> None:
     arguments: dict[str, Any] = {"exact": "e" * 998, "text": "a" * 999, "cents": 10**3000 + 7, "list": ["y"] * 1000}
     arguments["forged"] = said
     cents, written = str(arguments["cents"]), json.dumps(arguments["list"])
-    assert shown(fields(*arguments), arguments) == [
+    assert shown(of(*arguments), arguments) == [
         f'- exact: "{"e" * 998}"',
         f'- text: <"{"a" * 499}> (characters left out: 1) <{"a" * 499}">',
         f"- cents: <{cents[:500]}> (characters left out: 2,001) <{cents[-500:]}>",
@@ -523,21 +510,14 @@ def test_a_long_value_loses_its_middle() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '/tmp/notes"\n- path: "/tmp/notes',
-        "a\r\nb\x1b[2K\x00\x7f",
-        "a\u202eb\u2066c\u200d\ufeff",
-        "a\u2028- path: 1\u2029\x85\x0b\x0c",
-        "\ud800 \U000e0041 \uffff",
-        "\\n \\u202e",
-    ],
-    ids=ascii,
-)
+FORGERIES = ['/tmp/notes"\n- path: "/tmp/notes', "a\r\nb\x1b[2K\x00\x7f", "a\u202eb\u2066c\u200d\ufeff"]
+FORGERIES += ["a\u2028- path: 1\u2029\x85\x0b\x0c", "\ud800 \U000e0041 \uffff", "\\n \\u202e"]
+
+
+@pytest.mark.parametrize("text", FORGERIES, ids=ascii)
 def test_no_argument_forges_a_line(text: str) -> None:
     """Neither by a value nor by a name: each stays in a line of its own, as JSON that says what is there."""
-    path, deep, _, name = shown(fields("path", "deep"), {"path": text, text: 1, "deep": [{text: text}]})
+    path, deep, _, name = shown(of("path", "deep"), {"path": text, text: 1, "deep": [{text: text}]})
     assert (path + name + deep).isprintable()
     assert json.loads(path.removeprefix("- path: ")) == text
     assert json.loads(f"{{{name.removeprefix('- ')}}}") == {text: 1}
@@ -558,14 +538,14 @@ UNSEEN += "\u00a0\u3000\u2800\u00ad\u200b\u200c\u200d\u2060\u0488\u20dd\ue000\U0
 
 def test_only_what_can_be_read_is_shown() -> None:
     hidden = [f"a{char}b" for char in UNSEEN]
-    written = shown(fields("t"), {"t": hidden})[0].removeprefix("- t: ")
+    written = shown(of("t"), {"t": hidden})[0].removeprefix("- t: ")
     assert (written.isascii(), json.loads(written)) == (True, hidden)
-    assert shown(fields("t"), {"t": SEEN}) == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
+    assert shown(of("t"), {"t": SEEN}) == [f"- t: {json.dumps(SEEN, ensure_ascii=False)}"]
 
 
 def test_of_many_arguments_the_known_are_shown() -> None:
     """However many a caller sends: they take no place of one that counts."""
-    referring = {"$ref": "#/$defs/disk", "$defs": {"disk": fields("disk")}}
+    referring = {"$ref": "#/$defs/disk", "$defs": {"disk": of("disk")}}
     lines = shown(referring, {**{f"a{n}": n for n in range(5_000)}, "disk": "sda"})
     assert (lines[:3], lines[-1]) == (['- disk: "sda"', UNNAMED, "- a0: 0"], "(arguments left out: 4,901)")
     assert len(lines) == 102
@@ -584,11 +564,11 @@ class Price(BaseModel):
 
 class Open(BaseModel):
     to: str = ""
-    pin: str = Field("", **MARK)
+    pin: str = Field("", json_schema_extra=MARK)
     model_config = ConfigDict(extra="allow")
 
 
-def pay(to: Any, pin: Annotated[str, Field(**MARK)] = "", **more: Any) -> dict[str, Any]:
+def pay(to: Any, pin: Annotated[str, Field(json_schema_extra=MARK)] = "", **more: Any) -> dict[str, Any]:
     return {}
 
 
@@ -597,7 +577,7 @@ class Login:
     """A dataclass of pydantic's has aliases, too."""
 
     user: str
-    password: Annotated[str, Field(validation_alias=AliasChoices("password", "pass"), **MARK)] = ""
+    password: Annotated[str, Field(validation_alias=AliasChoices("password", "pass"), json_schema_extra=MARK)] = ""
 
 
 class Card(BaseModel):
@@ -614,8 +594,8 @@ class Payment(BaseModel):
     """What a client may write by alias or by field name, and for some fields in yet another way."""
 
     to: str = Field(alias="recipient")
-    pin: str = Field("", alias="PIN", **MARK)
-    code: str = Field("", validation_alias=AliasChoices("code", "otp", AliasPath("codes", 0)), **MARK)
+    pin: str = Field("", alias="PIN", json_schema_extra=MARK)
+    code: str = Field("", validation_alias=AliasChoices("code", "otp", AliasPath("codes", 0)), json_schema_extra=MARK)
     purpose: str = Field("", validation_alias=AliasChoices("purpose", "for"))
     login: Login | str = ""
     card: int | Card = 0
@@ -633,7 +613,7 @@ class Size(Enum):
 
 class Address(BaseModel):
     street: str
-    code: str = Field("", **MARK)
+    code: str = Field("", json_schema_extra=MARK)
 
 
 class Shelf:
@@ -661,15 +641,15 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     # No serializer, and nothing is left out: what was sent is shown.
     "as-sent": (Price, {"x": 1, "amountCents": 1499, "amount": 10**6, "path": "/etc"}, "amount path amountCents"),
     # Marked values are hidden, and no others: who writes the arguments cannot hide one that counts.
-    "beside": (fields("to", "n", pin=SECRET), {"pin": "s3cret", "n": 7, "to": "Ada", "x": 1}, "to n pin"),
-    "inside": (fields(login=fields("a", pin=SECRET)), {"login": {"a": "ada", "pin": "s3cret", "x": "r"}}, "login"),
-    "in-a-list": (fields(keys={"type": "array", "items": SECRET}), {"keys": ["s3cret", "s3cret"]}, "keys"),
-    "in-a-map": (fields(a={"additionalProperties": fields("n", pin=SECRET)}), {"a": {"x": {"pin": "s3cret"}}}, "a"),
+    "beside": (of("to", "n", pin=SECRET), {"pin": "s3cret", "n": 7, "to": "Ada", "x": 1}, "to n pin"),
+    "inside": (of(login=of("a", pin=SECRET)), {"login": {"a": "ada", "pin": "s3cret", "x": "r"}}, "login"),
+    "in-a-list": (of(keys={"type": "array", "items": SECRET}), {"keys": ["s3cret", "s3cret"]}, "keys"),
+    "in-a-map": (of(a={"additionalProperties": of("n", pin=SECRET)}), {"a": {"x": {"pin": "s3cret"}}}, "a"),
     "of-every-name": ({"type": "object", "additionalProperties": SECRET}, {"a": "s3cret"}, ""),
     "by-pattern": ({"type": "object", "patternProperties": {"^p": SECRET}}, {"pin": "s3cret"}, ""),
-    "in-a-branch": ({**fields("key", "n"), "allOf": [fields(key=SECRET)]}, {"n": 1, "key": "s3cret"}, "key n"),
-    "whole": ({"type": "object", "x-sensitive": True}, {"a": "s3cret"}, ""),
-    "nothing": (fields(pin={"x-sensitive": True}), {"pin": None}, "pin"),
+    "in-a-branch": ({**of("key", "n"), "allOf": [of(key=SECRET)]}, {"n": 1, "key": "s3cret"}, "key n"),
+    "whole": ({"type": "object", **MARK}, {"a": "s3cret"}, ""),
+    "nothing": (of(pin=MARK), {"pin": None}, "pin"),
     "open-model": (Open, FORCED, "to pin"),
     "open-function": (pay, FORCED, "to pin"),
     # By whatever name, with what any spelling of a marked one holds hidden: it is what a class is given.
@@ -737,11 +717,9 @@ async def test_a_question_uses_up_no_value() -> None:
     ran: list[dict[str, Any]] = []
     given = {name: value for name, (value, _) in PYTHON.items()}
 
-    async def call(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("files.write", given, context)
-
     arguments, asked = asking(APPROVE)
-    async with hosted({"files.write": guarded(ran), "call": call}, user=arguments) as client:
+    modules = {"files.write": guarded(ran), "call": calls("files.write", **given)}
+    async with hosted(modules, user=arguments) as client:
         assert await outcome_of(client, "call") == RAN
     lines = asked[0].message.partition(f"{UNNAMED}\n- ")[2].split("\n- ")
     told = dict(line.split(": ", 1) for line in lines)
@@ -751,7 +729,7 @@ async def test_a_question_uses_up_no_value() -> None:
 
 class Box(BaseModel):
     name: str
-    pin: str = Field("", **MARK)
+    pin: str = Field("", json_schema_extra=MARK)
     boxes: list[Box] = []
 
 
@@ -959,18 +937,11 @@ async def test_arguments_and_acl_are_checked_before_each_round() -> None:
     assert (ran, seen) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"stateless": True, "state_key": "k" * 31}, "32 bytes"),
-        ({"stateless": True, "state_key": ""}, "32 bytes"),
-        ({"state_key": "k" * 32}, "stateless"),
-    ],
-)
-def test_a_state_key_is_long_and_for_stateless_use(options: dict[str, Any], says: str) -> None:
-    for door in (serve, MCPServer, async_serve):
+@pytest.mark.parametrize("door", [serve, MCPServer, async_serve])
+def test_a_state_key_is_long_and_for_stateless_use(door: Any) -> None:
+    for stateless, key, says in ((True, "k" * 31, "32 bytes"), (True, "", "32 bytes"), (False, "k" * 32, "stateless")):
         with pytest.raises(ValueError, match=says) as caught:
-            door(registry_of(), transport="streamable-http", **options)
+            door(registry_of(), transport="streamable-http", stateless=stateless, state_key=key)
         assert "kkk" not in str(caught.value)
 
 

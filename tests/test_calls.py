@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from apcore import Config, Executor
+from apcore import Executor
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ModuleTimeoutError
 from conftest import (
@@ -38,8 +38,12 @@ from jsonschema import ValidationError
 from mcp_types import ElicitResult
 from support import (
     ENVIRONMENT,
+    INTEGER,
     SCHEMA,
+    STRING,
     UNASKED,
+    WITHOUT_LIMIT,
+    Caplog,
     Wire,
     accept,
     ask,
@@ -48,6 +52,7 @@ from support import (
     guarded,
     hosted,
     noting,
+    of,
     stage,
     text_of,
 )
@@ -57,11 +62,7 @@ from apcore_mcp.client import Client
 from apcore_mcp.conversation import Conversation, WaitingRoom, _content_of
 from apcore_mcp.schemas import form_of
 
-WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
-
-
 # ---- Progress ----
-
 
 STEPS = [(1.0, 3.0, "step 1"), (2.0, 3.0, "step 2"), (3.0, 3.0, "step 3")]
 
@@ -315,24 +316,20 @@ async def test_without_a_client_nothing_is_told_or_asked() -> None:
         assert await elicit(context, "") is None
 
 
-def form(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
-
-
 NO_FORMS: dict[str, Any] = {
-    "nan": form(n={"type": "number", "default": math.nan}),
-    "no-json": form(n={"type": "string", "default": object()}),
-    "nested": form(n=form()),
-    "list": form(n={"type": "array", "items": {"type": "string"}}),
-    "reference": form(n={"$ref": "#/$defs/n"}),
-    "no-schema": form(n={"type": "string", "minLength": "x"}),
-    "a-union": form() | {"anyOf": [form(n={"type": "string"})]},
-    "any-name": form() | {"patternProperties": {"^(a+)+$": {"type": "string"}}},
-    "a-pattern": form(n={"type": "string", "pattern": "^[a-z]+$"}),
-    "a-pattern-inside": form(n={"type": "string", "allOf": [{"pattern": "^(a+)+$"}]}),
-    "no-type": form(n={"enum": ["a"]}),
-    "two-types": form(n={"type": ["string", "null"]}),
-    "no-object": {"type": "string"},
+    "nan": of(n={"type": "number", "default": math.nan}),
+    "no-json": of(n={**STRING, "default": object()}),
+    "nested": of(n=of()),
+    "list": of(n={"type": "array", "items": STRING}),
+    "reference": of(n={"$ref": "#/$defs/n"}),
+    "no-schema": of(n={**STRING, "minLength": "x"}),
+    "a-union": of() | {"anyOf": [of(n=STRING)]},
+    "any-name": of() | {"patternProperties": {"^(a+)+$": STRING}},
+    "a-pattern": of(n={**STRING, "pattern": "^[a-z]+$"}),
+    "a-pattern-inside": of(n={**STRING, "allOf": [{"pattern": "^(a+)+$"}]}),
+    "no-type": of(n={"enum": ["a"]}),
+    "two-types": of(n={"type": ["string", "null"]}),
+    "no-object": STRING,
 }
 
 
@@ -359,16 +356,16 @@ async def test_nothing_is_sent_of_a_question_without_a_form(mode: str, user: str
 
 TITLED = [{"const": "s", "title": "Small"}, {"const": "l", "title": "Large"}]
 FIELDS: dict[str, tuple[dict[str, Any], Any, Any]] = {  # with an answer that fits and one that does not
-    "text": ({"type": "string", "minLength": 2, "default": "ab", "title": "T", "description": "D"}, "abc", "a"),
-    "date": ({"type": "string", "format": "date"}, "2026-01-02", 7),
-    "address": ({"type": "string", "format": "uri", "maxLength": 3}, "a:b", "a:bc"),
-    "one": ({"type": "string", "enum": ["s", "l"], "format": "size", "default": "s"}, "l", "m"),
-    "one-by-name": ({"type": "string", "enum": ["s", "l"], "enumNames": ["Small", "Large"]}, "s", "Small"),
-    "one-by-title": ({"type": "string", "oneOf": TITLED, "format": "size"}, "l", "Large"),
-    "some": ({"type": "array", "items": {"type": "string", "enum": ["s", "l"]}, "maxItems": 1}, ["s"], ["s", "l"]),
+    "text": ({**STRING, "minLength": 2, "default": "ab", "title": "T", "description": "D"}, "abc", "a"),
+    "date": ({**STRING, "format": "date"}, "2026-01-02", 7),
+    "address": ({**STRING, "format": "uri", "maxLength": 3}, "a:b", "a:bc"),
+    "one": ({**STRING, "enum": ["s", "l"], "format": "size", "default": "s"}, "l", "m"),
+    "one-by-name": ({**STRING, "enum": ["s", "l"], "enumNames": ["Small", "Large"]}, "s", "Small"),
+    "one-by-title": ({**STRING, "oneOf": TITLED, "format": "size"}, "l", "Large"),
+    "some": ({"type": "array", "items": {**STRING, "enum": ["s", "l"]}, "maxItems": 1}, ["s"], ["s", "l"]),
     "some-by-title": ({"type": "array", "items": {"anyOf": TITLED}, "default": ["s"]}, ["l", "s"], ["m"]),
     "more-than-there-is": ({"type": "array", "items": {"anyOf": TITLED}}, ["l"], ["l"] * 3),
-    "integer": ({"type": "integer", "minimum": 1, "default": 1}, 2, 0),
+    "integer": ({**INTEGER, "minimum": 1, "default": 1}, 2, 0),
     "number": ({"type": "number", "maximum": 1.5, "default": None}, 1.25, 2),
     "yes-or-no": ({"type": "boolean", "default": True}, False, "no"),
 }
@@ -376,19 +373,18 @@ FIELDS: dict[str, tuple[dict[str, Any], Any, Any]] = {  # with an answer that fi
 
 def test_a_form_is_flat_and_closes_references() -> None:
     """As the schema of a pydantic model with an enum does; a form knows no references, and none is a confirmation."""
-    size = {"type": "string", "enum": ["small", "large"]}
-    referring = {**form(size={"$ref": "#/$defs/Size"}), "$defs": {"Size": size}}
-    assert form_of(referring) == form(size=size)
-    assert (form_of(None), _content_of(accept(), form())) == (form(), {})
+    size = {**STRING, "enum": ["small", "large"]}
+    assert form_of(of(size={"$ref": "#/$defs/Size"}) | {"$defs": {"Size": size}}) == of(size=size)
+    assert (form_of(None), _content_of(accept(), of())) == (of(), {})
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
     schema, right, wrong = FIELDS[field]
-    assert form_of(form(n=schema)) == form(n=schema)
-    assert _content_of(accept(n=right), form(n=schema)) == {"n": right}
+    assert form_of(of(n=schema)) == of(n=schema)
+    assert _content_of(accept(n=right), of(n=schema)) == {"n": right}
     with pytest.raises((ValueError, ValidationError)):
-        _content_of(accept(n=wrong), form(n=schema))
+        _content_of(accept(n=wrong), of(n=schema))
 
 
 async def test_an_endless_answer_holds_up_nobody() -> None:
@@ -396,7 +392,7 @@ async def test_an_endless_answer_holds_up_nobody() -> None:
     titled = [{"const": str(number), "title": f"Number {number}"} for number in range(20)]
 
     async def wonder(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, "Which?", form(n={"type": "array", "items": {"anyOf": titled}}))}
+        return {"answer": await elicit(context, "Which?", of(n={"type": "array", "items": {"anyOf": titled}}))}
 
     user, _ = asking(accept(n=["19"] * 100_000))
     async with connect({"wonder": wonder}, client=user) as client, asyncio.timeout(5):
@@ -484,7 +480,7 @@ async def test_progress_while_a_question_is_open() -> None:
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-async def test_a_calls_trace_is_its_clients_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_calls_trace_is_its_clients_and_is_logged(caplog: Caplog) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
     not_followed = ["garbage", f"00-{TRACE}-0000000000000000-01", None, 7]
     module = FunctionalModule(lambda inputs, context: {"id": context.trace_id})

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.errors import SchemaValidationError
-from conftest import ANYTHING, EXTENSIONS, MODULE, ROOT, FunctionalModule, RawClient, connect, echo, until
-from support import REDACTED, logged, messages_logged, text_of
+from conftest import ANYTHING, MODULE, ROOT, FunctionalModule, RawClient, connect, echo, until
+from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, text_of
 
 from apcore_mcp.discovery import Folder, discover
 
@@ -38,7 +38,7 @@ class {name}:
 
 
 @pytest.fixture(autouse=True)
-def _own_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_path(monkeypatch: Monkeypatch) -> Iterator[None]:
     """A folder of bindings goes on `sys.path`, and Python keeps what they import; here neither outlives its test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {*sys.modules}
@@ -80,8 +80,8 @@ def load(path: Path, files: dict[str, str] | None = None) -> Folder:
 
 
 def left_out(folder: Folder, path: Path) -> list[str]:
-    """What the last discover() has left out, with the path of the folder cut off."""
-    return [text.replace(f"{path}{os.sep}", "") for text in folder.left_out]
+    """What the last discover() has left out or warned of, with the path of the folder cut off."""
+    return [text.replace(f"{path}{os.sep}", "") for text in folder.left_out + folder.warned]
 
 
 def definition(registry: Registry, module_id: str) -> Any:
@@ -93,9 +93,11 @@ def shown(registry: Registry) -> dict[str, str]:
     return {module_id: definition(registry, module_id).description for module_id in registry.list()}
 
 
-def settle(folder: Folder) -> int:
-    """Look twice: a change counts when two looks agree on it."""
-    return folder.discover() + folder.discover()
+def settled(folder: Folder) -> dict[str, str]:
+    """What is shown when files have changed: a change counts when two looks agree on it."""
+    folder.discover()
+    folder.discover()
+    return shown(folder)
 
 
 # ---- The folder ----
@@ -110,20 +112,13 @@ def test_no_folder(tmp_path: Path, name: str, fault: str) -> None:
             make(tmp_path / name)
 
 
-def test_the_examples() -> None:
-    folder = load(EXTENSIONS)
-    assert len(folder.list()) == 18
-    assert folder.left_out == folder.warned == []
-    assert folder.discover() == 0
-
-
-def test_a_folder_loads_nothing_before_discover(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_loads_nothing_before_discover(extensions: Path, monkeypatch: Monkeypatch) -> None:
     """Relative paths hold when the working directory has changed."""
     monkeypatch.chdir(extensions.parent)
     folder = Folder(extensions.name)
     monkeypatch.chdir("/")
     assert folder.list() == []
-    assert folder.discover() == 3
+    assert (folder.discover(), folder.discover()) == (3, 0)
     assert folder.list() == ["hand.write", "voice.say", "voice.shout"]
     with pytest.raises(ValueError, match="path_filter"):
         folder.discover("voice/*")
@@ -171,7 +166,7 @@ BAD = {
 }
 
 
-def test_one_bad_file_is_left_out_by_name(extensions: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_bad_file_is_left_out_by_name(extensions: Path, caplog: Caplog) -> None:
     """NFR-REL-002, whenever and whatever it raises, in one line with the author's; the others are served."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     write(extensions, {"bad/described_meta.yaml": "[not, a, mapping]\n"})
@@ -190,7 +185,7 @@ def test_one_bad_file_is_left_out_by_name(extensions: Path, caplog: pytest.LogCa
     assert folder.left_out == []
 
 
-def test_what_apcore_passes_over_is_not_looked_at(extensions: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_apcore_passes_over_is_not_looked_at(extensions: Path, caplog: Caplog) -> None:
     files = {"_draft.py": SAY}
     for number, place in enumerate(("_old", ".trash", "node_modules", ".venv/lib", "kept")):
         files[f"{place}/say.py"] = SAY
@@ -426,13 +421,11 @@ READ: dict[str, tuple[str | dict[str, str], dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("files", "served", "told"), READ.values(), ids=READ)
-def test_what_a_file_makes(
-    tmp_path: Path, files: str | dict[str, str], served: dict[str, str], told: list[str]
-) -> None:
+def test_what_a_file_makes(tmp_path: Path, files: Any, served: dict[str, str], told: list[str]) -> None:
     sys.path.append(str(tmp_path))
     folder = load(tmp_path, {"m.py": files} if isinstance(files, str) else files)
     assert shown(folder) == served
-    lines = [text.replace(f"{tmp_path}{os.sep}", "") for text in folder.left_out + folder.warned]
+    lines = left_out(folder, tmp_path)
     assert len(lines) == len(told), lines
     assert all(map(str.startswith, lines, told)), lines
     logging.getLogger("apcore.x").warning("after it was loaded")
@@ -440,19 +433,15 @@ def test_what_a_file_makes(
     assert folder.left_out == folder.warned == []
 
 
-@pytest.mark.parametrize(("level", "disabled"), [(logging.CRITICAL, False), (logging.NOTSET, True)])
-def test_annotations_of_functions_without_apcores_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: int, disabled: bool
-) -> None:
-    """Nothing else tells that one is unknown. `logging.config` disables the loggers that there are by default."""
+@pytest.mark.parametrize("disabled", [False, True])
+def test_functions_need_apcores_log(tmp_path: Path, caplog: Caplog, monkeypatch: Monkeypatch, disabled: bool) -> None:
+    """Nothing else tells of an unknown annotation. `logging.config` disables the loggers that there are by default."""
     above, log = logging.getLogger("apcore"), logging.getLogger("apcore.decorator")
     monkeypatch.setattr(log, "disabled", disabled)
-    above.setLevel(level)
-    try:
+    with caplog.at_level(logging.NOTSET if disabled else logging.CRITICAL, "apcore"):
+        before = (above.level, above.handlers[:], log.level, log.filters[:])
         folder = load(tmp_path, {"m.py": MISSPELT + FINE.replace("f()", "g()")})
-        assert (above.level, above.handlers, log.level, log.filters, log.disabled) == (level, [], 0, [], disabled)
-    finally:
-        above.setLevel(logging.NOTSET)
+        assert (above.level, above.handlers, log.level, log.filters, log.disabled) == (*before, disabled)
     assert folder.list() == ["is.served"]
     assert left_out(folder, tmp_path) == [
         "m.py: function f is left out: RuntimeError: a misspelt annotation would go unseen:"
@@ -485,9 +474,7 @@ BOOKED = {"properties": {"pin": {"x-sensitive": True}, "minutes": {"type": "inte
 
 
 @pytest.mark.parametrize("place", ["entry", "file beside"])
-async def test_schemas_of_a_binding_hold_as_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
+async def test_a_bindings_schemas_hold(tmp_path: Path, caplog: Caplog, place: str) -> None:
     """apcore's own loader would keep names and types. They are enforced; the function gets what JSON said."""
     schemas: dict[str, Any] = {"input_schema": BOOK, "output_schema": BOOKED}
     described = schemas if place == "entry" else {"schema_ref": "schemas/book.yaml"}
@@ -499,7 +486,7 @@ async def test_schemas_of_a_binding_hold_as_written(
     registry = load(tmp_path, files)
     booking = definition(registry, "clinic.book")
     assert (booking.input_schema, booking.output_schema) == (BOOK, BOOKED)
-    right = {"patient": "Ann", "room": 3, "pin": "77"}
+    right: dict[str, Any] = {"patient": "Ann", "room": 3, "pin": "77"}
     wrong = {"patient": "A", "kind": "x", "minutes": 1, "tags": ["a", 2, "c"], "room": 0.5, "pin": "secret"}
     executor = Executor(registry)
     assert await executor.call_async("clinic.book", right) == {**right, "kind": "check-up", "minutes": 30}
@@ -596,7 +583,7 @@ def test_a_binding_never_gets_the_function_of_another_folder(tmp_path: Path) -> 
 # ---- Links ----
 
 
-def test_a_link_inside_the_folder_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_inside_the_folder_is_followed(tmp_path: Path, caplog: Caplog) -> None:
     """A Kubernetes ConfigMap is mounted as links through `..data`."""
     files = {
         "shop.py": SAY,
@@ -655,7 +642,7 @@ def test_metadata_behind_a_link_holds_or_leaves_out(tmp_path: Path) -> None:
 ONE_TIME = 1_700_000_000_000_000_000
 
 
-def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
     """Also by two edits of one size within one second, which Python's cache of bytecode cannot tell apart, and by one
     of another size that leaves the time as it was."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -666,17 +653,15 @@ def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: pytest.
         write(tmp_path, {"hot/ping.new": said(words, answer)})
         os.utime(tmp_path / "hot" / "ping.new", ns=(0, ONE_TIME + number))
         (tmp_path / "hot" / "ping.new").replace(path)
-        assert settle(folder) == 1
+        assert (folder.discover(), folder.discover()) == (0, 1)
         assert shown(folder) == {"hot.ping": words}
         assert Executor(folder).call("hot.ping", {"text": ""}) == {"text": words}
     write(tmp_path, {"hot/ping_meta.yaml": "description: from the metadata"})
-    settle(folder)
-    assert shown(folder) == {"hot.ping": "from the metadata"}
+    assert settled(folder) == {"hot.ping": "from the metadata"}
     path.with_name("ping_meta.yaml").unlink()
-    settle(folder)
-    assert shown(folder) == {"hot.ping": "three"}
+    assert settled(folder) == {"hot.ping": "three"}
     path.unlink()
-    assert settle(folder) == 0
+    assert (folder.discover(), folder.discover()) == (0, 0)
     assert shown(folder) == {}
 
 
@@ -716,7 +701,7 @@ def test_a_change_costs_its_file_alone(tmp_path: Path) -> None:
     for event in ("register", "unregister"):
         folder.on(event, lambda module_id, _module, event=event: events.append(f"{event} {module_id}"))
     write(tmp_path, {"hot.py": said("new")})
-    looks = [threading.Thread(target=settle, args=(folder,)) for _ in range(4)]
+    looks = [threading.Thread(target=settled, args=(folder,)) for _ in range(4)]
     for look in looks:
         look.start()
     for look in looks:
@@ -734,8 +719,7 @@ def test_only_what_a_file_made_goes_with_it(tmp_path: Path) -> None:
     hand = "A module of a test"
     (tmp_path / "moved").rename(tmp_path / "_moved")
     write(tmp_path, {"by/hand.py": SAY, "stays/kept.py": "def broken(:"})
-    settle(folder)
-    assert shown(folder) == {"by.hand": hand}
+    assert settled(folder) == {"by.hand": hand}
     assert left_out(folder, tmp_path) == [
         "by/hand.py: class Say is left out: ValueError: another module has the ID by.hand",
         "stays/kept.py is left out: SyntaxError: invalid syntax (kept.py, line 1)",
@@ -744,11 +728,9 @@ def test_only_what_a_file_made_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "_moved").rename(tmp_path / "moved")
     write(tmp_path, {"stays/kept.py": said("new", ENDS.format("on_load"))})
     (tmp_path / "by" / "hand.py").unlink()
-    settle(folder)
-    assert shown(folder) == {"by.hand": hand, "moved.away": hand}
+    assert settled(folder) == {"by.hand": hand, "moved.away": hand}
     write(tmp_path, {"stays/kept.py": said("mended")})
-    settle(folder)
-    assert shown(folder) == {"by.hand": hand, "moved.away": hand, "stays.kept": "mended"}
+    assert settled(folder) == {"by.hand": hand, "moved.away": hand, "stays.kept": "mended"}
 
 
 def test_of_two_files_with_one_id_the_first_has_it(tmp_path: Path) -> None:
@@ -760,11 +742,9 @@ def test_of_two_files_with_one_id_the_first_has_it(tmp_path: Path) -> None:
         "b.py: function f is left out: ValueError: another module has the ID shop.find"
     ]
     write(tmp_path, {"a.py": FUNCTION.format(find, "again")})
-    settle(folder)
-    assert shown(folder) == {find: "again"}
+    assert settled(folder) == {find: "again"}
     write(tmp_path, {"a.py": FUNCTION.format(sell, "sell"), "b.py": FUNCTION.format(find, "second again")})
-    settle(folder)
-    assert shown(folder) == {find: "second again", sell: "sell"}
+    assert settled(folder) == {find: "second again", sell: "sell"}
     assert folder.left_out == []
 
 
@@ -782,8 +762,7 @@ def test_a_replaced_link_is_followed(tmp_path: Path, root: str) -> None:
     for version in ("..v2", "..v1"):
         (tmp_path / "..new").symlink_to(version)
         (tmp_path / "..new").replace(link)
-        settle(folder)
-        assert shown(folder) == {"shop": version}
+        assert settled(folder) == {"shop": version}
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
@@ -796,11 +775,10 @@ def test_a_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert folder.list() == ["say"]
     write(away, {"shout.py": SAY})
     away.rename(path)
-    settle(folder)
-    assert folder.list() == ["say", "shout"]
+    assert settled(folder).keys() == {"say", "shout"}
 
 
-def test_follow_looks_until_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_looks_until_it_is_ended(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
     """Whatever files raise, and while there is no folder."""
     folder = load(tmp_path, {"hot.py": said("old"), "unloads.py": said("once", ENDS.format("on_unload"))})
     ended, looks = threading.Event(), threading.Semaphore(0)
@@ -848,19 +826,3 @@ def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> Non
         status, stderr = client.end()
     assert status == 0
     assert b"broken.binding.yaml is left out" in stderr
-
-
-async def test_a_changed_file_is_called_by_its_new_model(tmp_path: Path) -> None:
-    """What the server keeps of a model goes with it."""
-    look = "    def execute(self, inputs, context):\n"
-    look += "        return {'text': '', 'times': len(context.redacted_inputs['text'])}\n"
-    folder = load(tmp_path, {"ping.py": said("one", look)})
-    async with connect(folder) as client:
-        result = await client.call_tool("ping", {"text": "abc"})
-        assert json.loads(text_of(result))["times"] == 3
-        marked = 'description="What to say", json_schema_extra={"x-sensitive": True}'
-        write(tmp_path, {"ping.py": said("one", look).replace('description="What to say"', marked)})
-        settle(folder)
-        await client.list_tools()  # or the SDK's client expects what the old one had promised
-        result = await client.call_tool("ping", {"text": "abc"})
-        assert json.loads(text_of(result)) == {"text": REDACTED, "times": len(REDACTED)}

@@ -30,6 +30,8 @@ from conftest import FunctionalModule, client_of, connect, echo, registry_of, se
 from pydantic import BaseModel, ConfigDict, Field
 from support import (
     SECRETIVE,
+    STRING,
+    Caplog,
     calls,
     errors_logged,
     everything_logged,
@@ -38,6 +40,7 @@ from support import (
     lines_of,
     modern,
     noting,
+    of,
     returning,
     tool_of,
 )
@@ -51,8 +54,7 @@ def raising(make: Callable[[], BaseException], *, awaits: bool = False, **attrib
         raise make()
 
     async def fail_later(inputs: dict[str, Any], context: Any) -> NoReturn:
-        await asyncio.sleep(0)
-        raise make()
+        fail(inputs, context)
 
     return FunctionalModule(fail_later if awaits else fail, **attributes)
 
@@ -146,9 +148,7 @@ def failing() -> Iterator[str]:
 @pytest.mark.requirement("FR-ERROR-003", "FR-ERROR-004", "FR-ERROR-005", "FR-ERROR-010", "FR-ERROR-011")
 @pytest.mark.requirement("FR-LOG-002", "FR-LOG-003")
 @pytest.mark.parametrize("name", TABLE)
-async def test_an_error_of_apcore_is_one_plain_sentence(
-    failing: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_of_apcore_is_one_plain_sentence(failing: str, name: str, caplog: Caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     make, text, expected = TABLE[name]
     tool = spelled(f"fails.{name}", awaits=len(name) % 2 == 0)
@@ -172,9 +172,7 @@ async def test_an_error_of_apcore_is_one_plain_sentence(
 
 @pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")
 @pytest.mark.parametrize("awaits", [False, True], ids=["sync", "async"])
-async def test_an_unexpected_exception_is_told_to_the_log_alone(
-    failing: str, awaits: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unexpected_exception_is_told_to_the_log_alone(failing: str, awaits: bool, caplog: Caplog) -> None:
     async with client_of(failing) as client, asyncio.timeout(20):
         for name, (_, logged_as) in UNEXPECTED.items():
             caplog.clear()
@@ -216,27 +214,12 @@ async def test_an_unmasked_error_tells_type_and_text() -> None:
             failure(await client.call_tool(name, {}), told)
 
 
-async def test_an_unknown_tool_is_logged_like_a_failure(caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    async with connect({}, mode=mode) as client:
-        report = failure(await client.call_tool("nope.x", {}), "Module not found: nope.x")
-    assert report["error_type"] == "MODULE_NOT_FOUND"
-    said = [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
-    assert "DEBUG Tool call: nope.x" in said
-    error = "ERROR Tool call error: nope.x - ModuleNotFoundError: Module not found: nope.x (trace "
-    assert [line for line in said if line.startswith(error)]
-
-
 FORGED = "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"
 
 
-async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_client_writes_lines_of_the_log(caplog: Caplog) -> None:
     """Also not by what a module repeats in its error."""
-
-    def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
-        raise InvalidInputError(inputs["name"])
-
-    async with connect({"demo.fail": fail}) as client:
+    async with connect({"demo.fail": raising(lambda: InvalidInputError(FORGED))}) as client:
         await client.call_tool("demo.fail", {"name": FORGED})
         await client.call_tool(FORGED, {})
     records = errors_logged(caplog)
@@ -246,7 +229,7 @@ async def test_no_client_writes_lines_of_the_log(caplog: pytest.LogCaptureFixtur
     assert not [line for r in records for line in formatter.format(r).splitlines() if line.startswith("CRITICAL")]
 
 
-async def test_a_failed_call_logs_one_short_message(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_call_logs_one_short_message(caplog: Caplog) -> None:
     """Of its traceback, too, the handler keeps the two ends."""
 
     def recurse(left: int, right: int) -> int:
@@ -281,7 +264,7 @@ async def test_arguments_that_cannot_be_read_are_an_error() -> None:
     assert answer["result"]["structuredContent"] == {"a": 1}
 
 
-async def test_what_a_module_reports_is_not_logged(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_module_reports_is_not_logged(mode: str, caplog: Caplog) -> None:
     """And half a surrogate breaks no answer."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
 
@@ -318,7 +301,7 @@ UNREADABLE: dict[str, Callable[[], ModuleError]] = {
 }
 
 
-async def test_an_unreadable_error_is_quoted_nowhere(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreadable_error_is_quoted_nowhere(mode: str, caplog: Caplog) -> None:
     """What the mapper stumbles over would else be a protocol error, and its traceback in the log."""
     modules = {f"fails.{name}": raising(make, input_schema=SECRETIVE) for name, make in UNREADABLE.items()}
     async with connect(modules, mode=mode) as client:
@@ -341,36 +324,28 @@ class Broken(Middleware):
             raise RuntimeError("/etc/passwd")
 
 
-GUARDS = [
-    ("shut.door", "Access denied", "ACL_DENIED"),
-    ("outer.shut", "Access denied", "ACL_DENIED"),
-    ("deep.m0", "Call depth limit exceeded", "CALL_DEPTH_EXCEEDED"),
-    ("round.one", "Circular call detected", "CIRCULAR_CALL"),
-    ("often.self", "Call frequency limit exceeded", "CALL_FREQUENCY_EXCEEDED"),
-    ("broken.middleware", "Internal error occurred", ""),
-    ("outer.crash", "Internal error occurred", ""),
-    ("outer.lost", "Module not found: no.such", "MODULE_NOT_FOUND"),
-]
+# Who is called, what that one does, what is told, and the type of the error.
+GUARDS: dict[str, tuple[Any, str, str]] = {
+    "shut.door": (echo, "Access denied", "ACL_DENIED"),
+    "outer.shut": (calls("shut.door"), "Access denied", "ACL_DENIED"),
+    "deep.m0": (calls("deep.m1"), "Call depth limit exceeded", "CALL_DEPTH_EXCEEDED"),
+    "round.one": (calls("round.two"), "Circular call detected", "CIRCULAR_CALL"),
+    "often.self": (calls("often.self"), "Call frequency limit exceeded", "CALL_FREQUENCY_EXCEEDED"),
+    "broken.middleware": (echo, "Internal error occurred", ""),
+    "outer.crash": (calls("inner.crash"), "Internal error occurred", ""),
+    "outer.lost": (calls("no.such"), "Module not found: no.such", "MODULE_NOT_FOUND"),
+}
 
 
 @pytest.mark.requirement("FR-ERROR-006", "FR-ERROR-007", "FR-ERROR-008")
-async def test_a_guard_is_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_guard_is_told_without_its_details(caplog: Caplog) -> None:
     """Those of an ACL, of middleware, and of modules that call each other too often."""
-    modules = {
-        "shut.door": echo,
-        "outer.shut": calls("shut.door"),
-        **{f"deep.m{number}": calls(f"deep.m{number + 1}") for number in range(40)},
-        "round.one": calls("round.two"),
-        "round.two": calls("round.one"),
-        "often.self": calls("often.self"),
-        "broken.middleware": echo,
-        "outer.crash": calls("inner.crash"),
-        "outer.lost": calls("no.such"),
-        "inner.crash": raising(lambda: RuntimeError("/etc/passwd")),
-    }
+    modules = {name: module for name, (module, *_) in GUARDS.items()}
+    modules |= {f"deep.m{number}": calls(f"deep.m{number + 1}") for number in range(1, 40)}
+    modules |= {"round.two": calls("round.one"), "inner.crash": raising(lambda: RuntimeError("/etc/passwd"))}
     acl = ACL([ACLRule(callers=["*"], targets=["shut.*"], effect="deny")], default_effect="allow")
     async with connect(Executor(registry_of(modules), acl=acl, middlewares=[Broken()])) as client:
-        for tool, text, code in GUARDS:
+        for tool, (_, text, code) in GUARDS.items():
             caplog.clear()
             result = await client.call_tool(tool, {})
             assert failure(result, text)["error_type"].startswith(code)
@@ -477,13 +452,10 @@ def test_each_wrong_argument_is_named_with_its_path(name: str) -> None:
 
 def test_of_a_union_the_telling_faults_are_told() -> None:
     """By a model, those of each branch; by a dict schema, the one that jsonschema holds for the best."""
-    for wrong, fields in (
-        ({"inside": {"kind": "note"}}, {"inside.note", "inside.kind", "inside.url"}),
-        ({"back": {"width": "1"}}, {"back.width", "back.height"}),
-    ):
-        of_model, of_dict = [
-            {fault["field"] for fault in faults(each, {**PICTURE, **wrong})} for each in TAKES.values()
-        ]
+    note = {"inside": {"kind": "note"}}, {"inside.note", "inside.kind", "inside.url"}
+    for wrong, fields in (note, ({"back": {"width": "1"}}, {"back.width", "back.height"})):
+        found = [faults(each, {**PICTURE, **wrong}) for each in TAKES.values()]
+        of_model, of_dict = ({fault["field"] for fault in each} for each in found)
         assert of_model == fields
         assert len(of_dict) == 1
         assert of_dict < fields
@@ -552,17 +524,15 @@ async def test_what_a_module_or_middleware_spoils_is_told_as_it_is() -> None:
         inputs.pop("name")
         raise SchemaValidationError("bad", errors=[{"field": "name", "message": "it is taken"}])
 
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    refusing = FunctionalModule(refuse, input_schema=schema)
+    refusing = FunctionalModule(refuse, input_schema=of(name=STRING) | {"required": ["name"]})
     taking = FunctionalModule(echo, input_schema=Size)
     registry = registry_of({"takes.name": refusing, "fills.name": refusing, "takes.size": taking})
+    taken = ("name", "it is taken", "invalid")
     async with connect(Executor(registry, middlewares=[Changes()])) as client:
-        for tool, arguments, line in (
-            ("takes.name", {"name": "ann"}, ("name", "it is taken", "invalid")),
-            ("fills.name", {}, ("name", "it is taken", "invalid")),
-            ("takes.size", {"width": 1, "height": 2}, ("width", "Input should be a valid integer", "type")),
-        ):
-            assert lines_of(failure(await client.call_tool(tool, arguments))) == [line], tool
+        assert lines_of(failure(await client.call_tool("takes.name", {"name": "ann"}))) == [taken]
+        assert lines_of(failure(await client.call_tool("fills.name", {}))) == [taken]
+        spoilt = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))
+        assert lines_of(spoilt) == [("width", "Input should be a valid integer", "type")]
 
 
 class Answer(BaseModel):
@@ -599,7 +569,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_the_log_names_a_refused_outputs_type(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_names_a_refused_outputs_type(caplog: Caplog) -> None:
     async with connect({name: module for name, (module, _) in REFUSED.items()}) as client:
         for name, (_, kind) in REFUSED.items():
             caplog.clear()
@@ -610,7 +580,7 @@ async def test_the_log_names_a_refused_outputs_type(caplog: pytest.LogCaptureFix
             assert kind in errors_logged(caplog)[0].getMessage(), name
 
 
-async def test_a_wrong_inner_call_is_no_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_inner_call_is_no_clients_fault(caplog: Caplog) -> None:
     wrong = {"width": "inner-value", "height": 1}
     modules: dict[str, Any] = {}
     for kind, schema in {"model": Size, "dict": Size.model_json_schema()}.items():
@@ -621,9 +591,8 @@ async def test_a_wrong_inner_call_is_no_clients_fault(caplog: pytest.LogCaptureF
         for tool in outer:
             result = await client.call_tool(tool, {"width": 1, "height": 2})
             report = failure(result, "Module error: SCHEMA_VALIDATION_ERROR")
-            assert not re.search(
-                "inner-value|takes|gives|width|Input validation", result.model_dump_json(by_alias=True)
-            )
+            said = result.model_dump_json(by_alias=True)
+            assert not re.search("inner-value|takes|gives|width|Input validation", said)
             assert "error_details" not in report
             assert report["user_fixable"] is False
             assert "width" in errors_logged(caplog)[-1].getMessage()
@@ -631,13 +600,10 @@ async def test_a_wrong_inner_call_is_no_clients_fault(caplog: pytest.LogCaptureF
 
 def test_a_missing_argument_is_named_as_it_is_spelt() -> None:
     names = ["it's", 'say "when"', 'it\'s "x"', "a.b"]
-    inner = {"type": "object", "properties": {name: {} for name in names}, "required": names}
-    schema = {"type": "object", "properties": {"order": inner}, "required": ["order"]}
-    missing = {"code": "required", "message": "Field required"}
-    assert schema_faults(schema, {"order": {"it's": 1}}) == [
-        {"field": f"order.{name}", **missing} for name in names[1:]
-    ]
-    assert schema_faults(schema, {}) == [{"field": "order", **missing}]
+    schema = of(order=of(*names) | {"required": names}) | {"required": ["order"]}
+    for values, fields in (({"order": {"it's": 1}}, [f"order.{name}" for name in names[1:]]), ({}, ["order"])):
+        missing = [{"field": field, "code": "required", "message": "Field required"} for field in fields]
+        assert schema_faults(schema, values) == missing
 
 
 # ---- Functions ----
@@ -660,11 +626,9 @@ async def test_a_functions_unknown_argument_is_named(validate_inputs: bool) -> N
         refused = failure(await client.call_tool("text.shout", {"loud": 1, "volume": 3}))
         fine = await client.call_tool("text.shout", {"text": "a", "loud": True})
         open_to_more = await client.call_tool("text.keep", {"text": "a", "volume": 3})
-    assert {name: schema.get("additionalProperties") for name, schema in schemas.items()} == {
-        "text.shout": False, "text.keep": True
-    }  # fmt: skip
-    assert sorted((field, code) for field, _, code in lines_of(refused)) == [
-        ("loud", "bool_type"), ("text", "missing"), ("volume", "extra_forbidden")
-    ]  # fmt: skip
+    is_open = {name: schema["additionalProperties"] for name, schema in schemas.items()}
+    assert is_open == {"text.shout": False, "text.keep": True}
+    told = {field: code for field, _, code in lines_of(refused)}
+    assert told == {"loud": "bool_type", "text": "missing", "volume": "extra_forbidden"}
     assert fine.structured_content == {"text": "A"}
     assert open_to_more.structured_content == {"text": "a", "volume": 3}

@@ -24,11 +24,11 @@ from apcore.context import Identity
 from conftest import ANYTHING, ROOT, FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
-from support import UNASKED, messages_logged, subschemas
+from support import DENIED, INTEGER, MARK, REDACTED, STRING, UNASKED, Caplog, gives, messages_logged, of, subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
 
-INTEGER, STRING, NULL = {"type": "integer"}, {"type": "string"}, {"type": "null"}
+NULL = {"type": "null"}
 
 
 def accepting(input_schema: Any) -> FunctionalModule:
@@ -45,8 +45,7 @@ def names_of(tools: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.requirement("FR-OPENAI-001", "FR-EXEC-006")
 def test_every_module_becomes_one_function() -> None:
     registry = registry_of({f"m{i}.run": accepting({"properties": {"x": INTEGER}}) for i in range(3)})
-    parameters = {"type": "object", "properties": {"x": INTEGER}}
-    function = {"description": "A module of a test", "parameters": parameters}
+    function = {"description": "A module of a test", "parameters": of(x=INTEGER)}
     expected = [{"type": "function", "function": {"name": f"m{i}-run", **function}} for i in range(3)]
     assert to_openai_tools(registry) == to_openai_tools(Executor(registry)) == expected
     assert to_openai_tools(Registry()) == []
@@ -67,15 +66,16 @@ def test_the_definitions_are_made_of_plain_built_in_types(strict: bool) -> None:
     assert [type(value) for value in values] == [str, int, float, bool, type(None)]
 
 
-@pytest.mark.parametrize("source", ["./extensions", None, {}, Registry], ids=["str", "NoneType", "dict", "type"])
-async def test_neither_registry_nor_executor_is_a_type_error(source: Any) -> None:
-    words = re.escape(f"Expected Registry or Executor instance, got {type(source).__name__}")
-    with pytest.raises(TypeError, match=words):
-        to_openai_tools(source)
-    with pytest.raises(TypeError, match=words):
-        from_openai_call(source, "m-a", "{}")
-    with pytest.raises(TypeError, match=words):
-        await run_openai_call(source, "m-a", "{}")
+async def test_neither_registry_nor_executor_is_a_type_error() -> None:
+    source: Any
+    for source, kind in (("./extensions", "str"), (None, "NoneType"), ({}, "dict"), (Registry, "type")):
+        words = f"Expected Registry or Executor instance, got {kind}"
+        with pytest.raises(TypeError, match=words):
+            to_openai_tools(source)
+        with pytest.raises(TypeError, match=words):
+            from_openai_call(source, "m-a", "{}")
+        with pytest.raises(TypeError, match=words):
+            await run_openai_call(source, "m-a", "{}")
 
 
 TAGGED = {"api.users.get": ["public", "read"], "api.users.set": ["public"], "apis.other": ["public", "read"], "z.a": []}
@@ -91,9 +91,7 @@ FILTERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.requirement("FR-OPENAI-006", "FR-OPENAI-007")
 @pytest.mark.parametrize(("filters", "offered"), FILTERS.values(), ids=FILTERS)
-async def test_tags_and_prefix_choose_what_is_offered_and_what_is_run(
-    filters: dict[str, Any], offered: list[str]
-) -> None:
+async def test_tags_and_prefix_choose_what_is_offered_and_run(filters: dict[str, Any], offered: list[str]) -> None:
     registry = registry_of({name: FunctionalModule(echo, tags=tags) for name, tags in TAGGED.items()})
     assert names_of(to_openai_tools(registry, **filters)) == [module_id.replace(".", "-") for module_id in offered]
     for module_id in TAGGED:
@@ -108,24 +106,22 @@ async def test_tags_and_prefix_choose_what_is_offered_and_what_is_run(
                 from_openai_call(registry, name, "{}", **filters)
 
 
-@pytest.mark.parametrize(
-    ("options", "exception", "words"),
-    [
-        ({"tags": ["a", ""]}, ValueError, "Tag values must not be empty"),
-        ({"prefix": ""}, ValueError, "prefix must not be empty"),
-        ({"approval": "ask"}, ValueError, "Unknown approval"),
-        ({"approval": 5}, TypeError, r"run_openai_call\(\) approval"),
-        ({"content": "images"}, ValueError, "content must be text or parts"),
-    ],
-)
-async def test_wrong_options_are_the_programs_fault(
-    options: dict[str, Any], exception: type[Exception], words: str
-) -> None:
+WRONG_OPTIONS: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (ValueError, {"tags": ["a", ""]}, "Tag values must not be empty"),
+    (ValueError, {"prefix": ""}, "prefix must not be empty"),
+    (ValueError, {"approval": "ask"}, "Unknown approval"),
+    (TypeError, {"approval": 5}, r"run_openai_call\(\) approval"),
+    (ValueError, {"content": "images"}, "content must be text or parts"),
+]
+
+
+@pytest.mark.parametrize(("error", "options", "words"), WRONG_OPTIONS)
+async def test_wrong_options_are_the_programs_fault(error: Any, options: dict[str, Any], words: str) -> None:
     registry = registry_of({"m.a": echo})
-    with pytest.raises(exception, match=words):
+    with pytest.raises(error, match=words):
         await run_openai_call(registry, "m-a", "{}", **options)
     if options.keys() & {"tags", "prefix"}:
-        with pytest.raises(exception, match=words):
+        with pytest.raises(error, match=words):
             to_openai_tools(registry, **options)
 
 
@@ -163,24 +159,13 @@ def test_definitions_are_made_without_openai_and_without_a_server_stack() -> Non
 
 
 @pytest.mark.requirement("FR-OPENAI-002")
-@pytest.mark.parametrize(
-    ("module_id", "name"),
-    [
-        ("simple", "simple"),
-        ("comfyui.work_flow.execute", "comfyui-work_flow-execute"),
-        ("a" * 31 + "." + "b" * 32, "a" * 31 + "-" + "b" * 32),
-        ("a" * 55 + ".b0123456", "a" * 55 + "-b0123456"),
-        # Longer than a name may be, and nothing that was shortened.
-        ("a" * 54 + ".0123456789", None),
-    ],
-    ids=["no dot", "two dots", "64 characters", "64 that look shortened", "65 that look shortened"],
-)
-def test_dots_become_hyphens_and_come_back(module_id: str, name: str | None) -> None:
-    if name is None:
-        assert from_openai_name(module_id.replace(".", "-")) == module_id
-        return
-    assert names_of(to_openai_tools(registry_of({module_id: echo}))) == [name]
-    assert from_openai_name(name) == from_openai_name(name, registry_of()) == module_id
+def test_dots_become_hyphens_and_come_back() -> None:
+    """Of 64 characters at most; some look as if they were shortened."""
+    for module_id in ("simple", "comfyui.work_flow.execute", f"{'a' * 31}.{'b' * 32}", f"{'a' * 55}.b0123456"):
+        name = module_id.replace(".", "-")
+        assert names_of(to_openai_tools(registry_of({module_id: echo}))) == [name]
+        assert from_openai_name(name) == from_openai_name(name, registry_of()) == module_id
+    assert from_openai_name(f"{'a' * 54}-0123456789") == f"{'a' * 54}.0123456789"
 
 
 class Hyphened(Registry):
@@ -230,21 +215,18 @@ ALL_FIVE = "readonly=true, destructive=true, idempotent=true, requires_approval=
 
 
 @pytest.mark.requirement("FR-ANNOT-007", "FR-OPENAI-004")
-@pytest.mark.parametrize(
-    ("annotations", "suffix"),
-    [
-        (ModuleAnnotations(streaming=False, cacheable=True, paginated=True), ""),
-        (ModuleAnnotations(readonly=True, idempotent=True), "\n\n[Annotations: readonly=true, idempotent=true]"),
-        (ModuleAnnotations(True, True, True, True, False), f"\n\n[Annotations: {ALL_FIVE}]"),
-    ],
-    ids=["others", "two", "five"],
-)
-def test_the_description_tells_annotations(annotations: ModuleAnnotations, suffix: str) -> None:
+def test_the_description_tells_annotations() -> None:
     """Those that are not the default."""
-    registry = registry_of({"m.a": FunctionalModule(echo, annotations=annotations, description="Text.")})
-    for embed, text in ((False, "Text."), (True, f"Text.{suffix}")):
-        (tool,) = to_openai_tools(registry, embed_annotations=embed)
-        assert tool["function"]["description"] == text
+    suffixes = {
+        "": ModuleAnnotations(streaming=False, cacheable=True, paginated=True),
+        "\n\n[Annotations: readonly=true, idempotent=true]": ModuleAnnotations(readonly=True, idempotent=True),
+        f"\n\n[Annotations: {ALL_FIVE}]": ModuleAnnotations(True, True, True, True, False),
+    }
+    for suffix, told in suffixes.items():
+        registry = registry_of({"m.a": FunctionalModule(echo, annotations=told, description="Text.")})
+        for embed, text in ((False, "Text."), (True, f"Text.{suffix}")):
+            (tool,) = to_openai_tools(registry, embed_annotations=embed)
+            assert tool["function"]["description"] == text
 
 
 # ---- Strict mode ----
@@ -271,44 +253,29 @@ def strict_parameters(schema: Any) -> dict[str, Any]:
 @pytest.mark.requirement("FR-OPENAI-003")
 def test_strict_mode_follows_the_worked_example() -> None:
     """The worked example of the specification, but that the default, which null stands for, is told."""
-    resize = {
-        "type": "object",
-        "title": "ImageResizeInput",
-        "properties": {
-            "width": {"type": "integer", "description": "Target width in pixels"},
-            "height": {"type": "integer", "description": "Target height in pixels"},
-            "format": {"type": "string", "default": "png", "enum": ["png", "jpg", "webp"]},
-        },
-        "required": ["width", "height"],
+    sides = {
+        "width": {"type": "integer", "description": "Target width in pixels"},
+        "height": {"type": "integer", "description": "Target height in pixels"},
     }
-    assert to_openai_tools(registry_of({"m.a": accepting(resize)}))[0]["function"] == {
-        "name": "m-a",
-        "description": "A module of a test",
-        "parameters": resize,
-    }
+    formats = {"type": "string", "default": "png", "enum": ["png", "jpg", "webp"]}
+    resize = of(**sides, format=formats) | {"title": "ImageResizeInput", "required": ["width", "height"]}
+    (tool,) = to_openai_tools(registry_of({"m.a": accepting(resize)}))
+    assert tool["function"] == {"name": "m-a", "description": "A module of a test", "parameters": resize}
+    strict_format = {"type": ["string", "null"], "enum": ["png", "jpg", "webp", None]}
+    strict_format["description"] = '(default: "png")'
     assert strict_parameters(resize) == {
         "type": "object",
-        "properties": {
-            "width": {"type": "integer", "description": "Target width in pixels"},
-            "height": {"type": "integer", "description": "Target height in pixels"},
-            "format": {
-                "type": ["string", "null"],
-                "enum": ["png", "jpg", "webp", None],
-                "description": '(default: "png")',
-            },
-        },
+        "properties": {**sides, "format": strict_format},
         "required": ["format", "height", "width"],
         "additionalProperties": False,
     }
 
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False
-    }  # fmt: skip
+    return {**of(**properties), "required": sorted(properties), "additionalProperties": False}
 
 
-PART = {"type": "object", "properties": {"b": {**INTEGER, "default": 1}, "a": STRING}, "required": ["a"], "title": "T"}
+PART = of(b={**INTEGER, "default": 1}, a=STRING) | {"required": ["a"], "title": "T"}
 PART_CLOSED = closed({"a": STRING, "b": {"type": ["integer", "null"], "description": "(default: 1)"}})
 
 
@@ -350,9 +317,7 @@ STRICT: dict[str, tuple[Any, Any, Any]] = {
     "default that null is not": (optional(INTEGER) | {"default": 1}, optional(INTEGER), optional(INTEGER)),
     "what OpenAI takes": ({**STRING, "format": "date", "pattern": "^2"}, ..., None),
     "extensions": ({**STRING, "x-sensitive": True, "x-unit": {"default": 1}}, STRING, MAYBE_STRING),
-    "like keywords": (
-        {"type": "object", "properties": LIKE_KEYWORDS, "required": [*LIKE_KEYWORDS]}, closed(LIKE_KEYWORDS), None,
-    ),
+    "like keywords": (of(**LIKE_KEYWORDS) | {"required": [*LIKE_KEYWORDS]}, closed(LIKE_KEYWORDS), None),
     "data": ({"enum": DATA}, ..., {"enum": [*DATA, None]}),
 }  # fmt: skip
 
@@ -360,7 +325,7 @@ STRICT: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.requirement("FR-OPENAI-003")
 @pytest.mark.parametrize(("schema", "required", "left_out"), STRICT.values(), ids=STRICT)
 def test_strict_mode_requires_every_property_and_closes_every_object(schema: Any, required: Any, left_out: Any) -> None:
-    both = {"type": "object", "properties": {"p": schema, "q": schema}, "required": ["p"]}
+    both = of(p=schema, q=schema) | {"required": ["p"]}
     parameters = strict_parameters(both)
     assert parameters["properties"]["p"] == (schema if required is ... else required)
     assert left_out is None or parameters["properties"]["q"] == (schema if left_out is ... else left_out)
@@ -386,18 +351,16 @@ UNSAYABLE: list[Any] = [
 ]
 
 
-def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: Caplog) -> None:
     modules: dict[str, Any] = {}
     for number, (schema, _) in enumerate(UNSAYABLE):
-        whole = {"type": "object", "properties": {"p": schema}} if schema is not None else {"anyOf": [PART, PART]}
+        whole = of(p=schema) if schema is not None else {"anyOf": [PART, PART]}
         modules[f"odd.m{number}"] = accepting(whole)
     told = {**STRING, "minLength": 1, "format": "uri", "oneOf": [STRING, {**STRING, "maxLength": 3}]}
     # Properties with the names of keywords, and data that looks like a schema.
-    fine = {
-        "not": PART, "additionalProperties": STRING, "x": {"enum": [{"additionalProperties": True}]}, "y": told,
-        "z": {"type": "object", "additionalProperties": False}, "items": {"const": []},
-    }  # fmt: skip
-    modules |= {"some.fine": accepting({"type": "object", "properties": fine}), "without.any": accepting(ANYTHING)}
+    fine = {"not": PART, "additionalProperties": STRING, "x": {"enum": [{"additionalProperties": True}]}, "y": told}
+    fine |= {"z": {"type": "object", "additionalProperties": False}, "items": {"const": []}}
+    modules |= {"some.fine": accepting(of(**fine)), "without.any": accepting(ANYTHING)}
     registry = registry_of(modules)
     with caplog.at_level(logging.WARNING):
         to_openai_tools(registry)
@@ -413,11 +376,7 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: pytest.LogCap
 # ---- A model's call back ----
 
 
-def record(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
-
-
-ANY_K, K_ALONE = record(k={}, x=INTEGER), ({"k": 2, "x": None}, {"k": 2})
+ANY_K, K_ALONE = of(k={}, x=INTEGER), ({"k": 2, "x": None}, {"k": 2})
 # By property of one schema: what it is, and pairs of what a model sends and what comes back; ABSENT where nothing does.
 ABSENT = object()
 DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
@@ -428,7 +387,7 @@ DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
     "const": ({"const": "a"}, [(None, ABSENT)]),
     "not": ({"not": NULL}, [(None, ABSENT)]),
     "part": (
-        record(deep=PART, maybe=MAYBE_STRING),
+        of(deep=PART, maybe=MAYBE_STRING),
         [({"deep": {"a": "", "b": None}, "maybe": None}, {"deep": {"a": ""}, "maybe": None}), ({"deep": None}, {})],
     ),
     "union": (
@@ -441,7 +400,7 @@ DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
         [(["a", {"a": "", "b": None}, None], ["a", {"a": ""}, None])],
     ),
     "places": (
-        {"type": "array", "prefixItems": [PART, record(b={"enum": [None]})]},
+        {"type": "array", "prefixItems": [PART, of(b={"enum": [None]})]},
         [([{"a": "", "b": None}, {"b": None}], [{"a": ""}, {"b": None}])],
     ),
     "keys": (
@@ -459,31 +418,31 @@ DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
         {"anyOf": [{"properties": {"x": MAYBE_INTEGER}}, {"properties": {"x": INTEGER}}]}, [({"x": None}, {"x": None})],
     ),
     "either": (
-        {"anyOf": [record(x=INTEGER), record(y=INTEGER, z=STRING)]},
+        {"anyOf": [of(x=INTEGER), of(y=INTEGER, z=STRING)]},
         [({"x": None}, {}), ({"y": None, "z": "q"}, {"z": "q"})],
     ),
     # Branches that a constant, a list of them, or what is required tell apart, and a name that the union itself has.
-    "const tells": ({"anyOf": [record(k={"const": 1}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
-    "enum tells": ({"anyOf": [record(k={"enum": [1]}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
+    "const tells": ({"anyOf": [of(k={"const": 1}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
+    "enum tells": ({"anyOf": [of(k={"enum": [1]}, x=MAYBE_INTEGER), ANY_K]}, [K_ALONE]),
     "required tells": (
-        {"anyOf": [record(k=STRING, x=MAYBE_INTEGER) | {"required": ["k"]}, record(k=STRING, x=INTEGER)]},
+        {"anyOf": [of(k=STRING, x=MAYBE_INTEGER) | {"required": ["k"]}, of(k=STRING, x=INTEGER)]},
         [({"k": None, "x": None}, {})],
     ),
     "name of the union": (
-        record(k=STRING) | {"anyOf": [record(x=INTEGER), {"properties": {"k": {}, "x": MAYBE_INTEGER}}]},
+        of(k=STRING) | {"anyOf": [of(x=INTEGER), {"properties": {"k": {}, "x": MAYBE_INTEGER}}]},
         [({"k": "a", "x": None}, {"k": "a"})],
     ),
     # Both inner objects fit the same value.
     "nested": (
-        optional({**record(q=INTEGER), "anyOf": [record(x=INTEGER), record(x=STRING)]}), [({"x": None, "q": None}, {})],
+        optional({**of(q=INTEGER), "anyOf": [of(x=INTEGER), of(x=STRING)]}), [({"x": None, "q": None}, {})],
     ),
     # Maps beside objects: what fits is told by the values as well.
     "mapped": (
-        {"anyOf": [{"type": "object", "additionalProperties": MAYBE_INTEGER}, record(a=STRING, b=STRING)]},
+        {"anyOf": [{"type": "object", "additionalProperties": MAYBE_INTEGER}, of(a=STRING, b=STRING)]},
         [({"a": "", "b": None}, {"a": ""}), ({"a": 1, "b": None}, {"a": 1, "b": None})],
     ),
     "open": (
-        {"anyOf": [{**record(a=STRING), "additionalProperties": True}, {"additionalProperties": INTEGER}]},
+        {"anyOf": [{**of(a=STRING), "additionalProperties": True}, {"additionalProperties": INTEGER}]},
         [({"a": "", "x": None}, {"a": "", "x": None})],
     ),
 }  # fmt: skip
@@ -491,7 +450,7 @@ DROPPED: dict[str, tuple[Any, list[tuple[Any, Any]]]] = {
 
 @pytest.mark.parametrize(("schema", "pairs"), DROPPED.values(), ids=DROPPED)
 def test_the_nulls_that_stand_for_absence_are_dropped(schema: Any, pairs: list[tuple[Any, Any]]) -> None:
-    registry = registry_of({"m.a": accepting({"type": "object", "properties": {"p": schema}})})
+    registry = registry_of({"m.a": accepting(of(p=schema))})
     for sent, back in pairs:
         arguments = {"p": copy.deepcopy(sent)}
         module_id, inputs = from_openai_call(registry, "m-a", arguments)
@@ -500,11 +459,10 @@ def test_the_nulls_that_stand_for_absence_are_dropped(schema: Any, pairs: list[t
 
 
 def test_other_nulls_stay_for_the_module_to_judge() -> None:
-    registry = registry_of(
-        {"m.a": accepting({"type": "object", "properties": {"need": INTEGER}, "required": ["need"]})}
-    )
+    registry = registry_of({"m.a": accepting(of(need=INTEGER) | {"required": ["need"]})})
     assert from_openai_call(registry, "m-a", '{"other": null}') == ("m.a", {"other": None})
-    assert from_openai_call(registry, "m-a", '{"need": null}') == from_openai_call(registry, "m-a", "") == ("m.a", {})
+    for arguments in ('{"need": null}', "", None):  # and no arguments are none
+        assert from_openai_call(registry, "m-a", arguments) == ("m.a", {})
 
 
 @pytest.mark.parametrize(
@@ -515,11 +473,6 @@ def test_arguments_that_are_no_json_object_are_a_value_error(arguments: Any) -> 
         from_openai_call(registry_of({"m.a": echo}), "m-a", arguments)
 
 
-@pytest.mark.parametrize("arguments", ["", None])
-def test_no_arguments_are_none(arguments: str | None) -> None:
-    assert from_openai_call(registry_of({"m.a": echo}), "m-a", arguments) == ("m.a", {})
-
-
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """A schema, a call as strict mode has it, and the inputs that it means."""
 
@@ -528,19 +481,18 @@ def chained(depth: int) -> Case:
     """A union inside a union, `depth` times."""
     schema, sent, inputs = PART, {"a": "", "b": None}, {"a": ""}
     for _ in range(depth):
-        schema = record(**{"in": {"anyOf": [record(**{"in": record(z=STRING)}), schema]}}, b=STRING) | {
-            "required": ["in"]
-        }
+        union = {"anyOf": [of(**{"in": of(z=STRING)}), schema]}
+        schema = of(**{"in": union}, b=STRING) | {"required": ["in"]}
         sent, inputs = {"in": sent, "b": None}, {"in": inputs}
     return schema, sent, inputs
 
 
 def ambiguous(depth: int) -> Case:
     """Unions whose branches differ in their innermost value alone; the last branch of each is the one that fits."""
-    fitting, wrong = record(x=INTEGER, y=STRING), record(x=STRING, y=STRING)
+    fitting, wrong = of(x=INTEGER, y=STRING), of(x=STRING, y=STRING)
     sent, inputs = {"x": 1, "y": None}, {"x": 1}
     for _ in range(depth):
-        fitting, wrong = record(**{"in": {"oneOf": [wrong, fitting]}}), record(**{"in": {"anyOf": [wrong, wrong]}})
+        fitting, wrong = of(**{"in": {"oneOf": [wrong, fitting]}}), of(**{"in": {"anyOf": [wrong, wrong]}})
         sent, inputs = {"in": sent}, {"in": inputs}
     return fitting, sent, inputs
 
@@ -549,15 +501,15 @@ def listed(schema: dict[str, Any], length: int) -> Case:
     """A list of parts that differ, under an optional property with `schema`."""
     parts = [{"a": str(number)} for number in range(length)]
     sent = {"list": [{**part, "b": None} for part in parts]}
-    return record(list=optional({"type": "array", "items": PART, **schema})), sent, {"list": parts}
+    return of(list=optional({"type": "array", "items": PART, **schema})), sent, {"list": parts}
 
 
 def fitting_none() -> Case:
     """Unions three wide and seven deep, of which a slightly wrong call fits none."""
-    schema = record(leaf=STRING, opt=INTEGER) | {"required": ["leaf"]}
+    schema = of(leaf=STRING, opt=INTEGER) | {"required": ["leaf"]}
     sent: dict[str, Any] = {"leaf": 5, "opt": None}
     for _ in range(6):
-        schema = record(a={"anyOf": [record(**{"in": schema, f"b{i}": STRING}) for i in range(3)]})
+        schema = of(a={"anyOf": [of(**{"in": schema, f"b{i}": STRING}) for i in range(3)]})
         sent = {"a": {"in": sent, "b2": None}}
     return schema, sent, sent
 
@@ -566,18 +518,18 @@ def hanging() -> Case:
     """Patterns that take Python days, and a list long enough for a wide union."""
     text = {**STRING, "pattern": r"^(\w+\s?)+$"}
     named = {"anyOf": [{"properties": {"n": text}, "patternProperties": {text["pattern"]: INTEGER}}, {"items": text}]}
-    rows = {"items": optional(record(**{f"p{i}": STRING for i in range(200)}))}
+    rows = {"items": optional(of(**{f"p{i}": STRING for i in range(200)}))}
     word = "a" * 40 + "!"
     given = {"named": {"n": word, word: 1}, "rows": [{}] * 10_000}
-    return record(named=named, rows=rows), given, given
+    return of(named=named, rows=rows), given, given
 
 
 def of_number(number: float) -> Case:
     """An integer that no float holds, in an optional multiple of `number`."""
-    return record(n=optional({"type": "number", "multipleOf": number})), {"n": 10**400}, {"n": 10**400}
+    return of(n=optional({"type": "number", "multipleOf": number})), {"n": 10**400}, {"n": 10**400}
 
 
-WIDE = [record(**{f"f{i}": STRING for i in range(8)}, kind={"const": number}) for number in range(30)]
+WIDE = [of(**{f"f{i}": STRING for i in range(8)}, kind={"const": number}) for number in range(30)]
 LARGE = {
     "30 unions deep": chained(30),
     "9 deep and wrong in the depth": ambiguous(9),
@@ -591,17 +543,16 @@ LARGE = {
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(("schema", "sent", "inputs"), LARGE.values(), ids=LARGE)
-def test_a_hostile_call_is_read_once_by_each_branch(
-    schema: dict[str, Any], sent: dict[str, Any], inputs: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+def test_a_hostile_call_is_read_once_by_each_branch(case: Case) -> None:
     """Each level of unions may add to the time, but none may multiply it; and no number ends in an OverflowError."""
+    schema, sent, inputs = case
     assert from_openai_call(registry_of({"m.a": accepting(schema)}), "m-a", sent) == ("m.a", inputs)
 
 
 @pytest.mark.parametrize("name", ["m-unknown", "m-hidden", "m-input", "m-output", "m", ""])
 def test_a_call_of_what_was_never_offered_is_a_value_error(name: str) -> None:
-    dangling = {"type": "object", "properties": {"a": {"$ref": "#/$defs/None"}}}
+    dangling = of(a={"$ref": "#/$defs/None"})
     modules = {
         "m.a": echo,
         "m.hidden": FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False)),
@@ -625,16 +576,14 @@ def running(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     return {"at": moment, "raw": b"\x00\xff", "token": "S3CR3T", "given": dict(inputs)}
 
 
-RUN = {"type": "object", "properties": {"x": INTEGER, "fails": {"type": "boolean"}}}
-GIVEN = {"type": "object", "properties": {"token": {**STRING, "x-sensitive": True}}}
+RUN, GIVEN = of(x=INTEGER, fails={"type": "boolean"}), of(token={**STRING, **MARK})
 
 
 async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
-    module = FunctionalModule(running, input_schema=RUN, output_schema=GIVEN)
-    registry = registry_of({"m.run": module})
+    registry = registry_of({"m.run": FunctionalModule(running, input_schema=RUN, output_schema=GIVEN)})
     for source in (registry, Executor(registry)):
         told = await run_openai_call(source, "m-run", '{"x": 1, "fails": null}')
-        assert json.loads(told) == dict.fromkeys(("at", "raw", "token", "given"), "***REDACTED***")
+        assert json.loads(told) == dict.fromkeys(("at", "raw", "token", "given"), REDACTED)
     async with connect(registry) as client:
         (part,) = (await client.call_tool("m.run", {"x": 1})).content
     assert part.type == "text"
@@ -644,23 +593,16 @@ async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
 async def test_a_model_reads_text_files_and_is_told_of_others_in_a_line() -> None:
     """Or sees them, in the content parts of the Responses API, but for those that it would refuse."""
 
-    def file(kind: str) -> dict[str, Any]:
-        return {**STRING, "contentEncoding": "base64", "contentMediaType": kind}
-
     kinds = {"chart": "image/png", "page": "application/pdf", "table": "text/csv"}
     kinds |= {"drawing": "image/svg+xml", "voice": "audio/wav"}
-    properties = {name: file(kind) for name, kind in kinds.items()}
-    files = {**dict.fromkeys(kinds, "YQ=="), "table": base64.b64encode(b"a,b\n1,2").decode()}
-    drawn = FunctionalModule(
-        lambda inputs, context: {**files, "n": 1}, output_schema={"type": "object", "properties": properties}
-    )
-    text = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}")
-    assert text.splitlines() == [
-        '{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]", "a,b", "1,2",
-        "[a file of type image/svg+xml]", "[a file of type audio/wav]",
-    ]  # fmt: skip
-    parts = await run_openai_call(registry_of({"m.draw": drawn}), "m-draw", "{}", content="parts")
-    assert parts == [
+    encoded = {**STRING, "contentEncoding": "base64"}
+    schema = of(**{name: {**encoded, "contentMediaType": kind} for name, kind in kinds.items()})
+    files = {**dict.fromkeys(kinds, "YQ=="), "table": base64.b64encode(b"a,b\n1,2").decode(), "n": 1}
+    registry = registry_of({"m.draw": gives(files, output_schema=schema)})
+    told = ['{"n":1}', "[a file of type image/png]", "[a file of type application/pdf]", "a,b", "1,2"]
+    told += ["[a file of type image/svg+xml]", "[a file of type audio/wav]"]
+    assert (await run_openai_call(registry, "m-draw", "{}")).splitlines() == told
+    assert await run_openai_call(registry, "m-draw", "{}", content="parts") == [
         {"type": "input_text", "text": '{"n":1}'},
         {"type": "input_image", "image_url": "data:image/png;base64,YQ=="},
         {"type": "input_file", "filename": "page.pdf", "file_data": "data:application/pdf;base64,YQ=="},
@@ -670,17 +612,16 @@ async def test_a_model_reads_text_files_and_is_told_of_others_in_a_line() -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        ("m-run", {"fails": True}, "Internal error occurred"),
-        ("m-run", {"x": "1"}, "Input validation failed:\n- x: '1' is not of type 'integer' (type)"),
-        ("m-hidden", "{}", "Module not found: m-hidden"),
-        ("m" * 54 + "-012345678", "{}", f"Module not found: {'m' * 54}-012345678"),
-        ("m-run", "[]", "Invalid input: Arguments of 'm-run' must be a JSON object, got list"),
-    ],
-    ids=["raises", "wrong", "hidden", "shortened", "list"],
-)
+SENTENCES: dict[str, tuple[str, Any, str]] = {
+    "raises": ("m-run", {"fails": True}, "Internal error occurred"),
+    "wrong": ("m-run", {"x": "1"}, "Input validation failed:\n- x: '1' is not of type 'integer' (type)"),
+    "hidden": ("m-hidden", "{}", "Module not found: m-hidden"),
+    "shortened": ("m" * 54 + "-012345678", "{}", f"Module not found: {'m' * 54}-012345678"),
+    "list": ("m-run", "[]", "Invalid input: Arguments of 'm-run' must be a JSON object, got list"),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "told"), SENTENCES.values(), ids=SENTENCES)
 async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, arguments: Any, told: str) -> None:
     hidden = FunctionalModule(running, annotations=ModuleAnnotations(discoverable=False))
     registry = registry_of({"m.run": FunctionalModule(running, input_schema=RUN), "m.hidden": hidden})
@@ -698,29 +639,28 @@ async def test_a_call_of_a_model_is_made_for_its_caller() -> None:
     assert await run_openai_call(guarded, "m-run", {"a": 1}, identity=ann) == '{"a":1}'
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "warnings"),
-    [
-        pytest.param({}, UNASKED, 0, id="default"),
-        pytest.param({"approval": "require"}, UNASKED, 0, id="require"),
-        pytest.param({"approval": "deny"}, "Approval was denied", 0, id="deny"),
-        pytest.param({"approval": "auto"}, '{"a":1}', 1, id="auto"),
-        pytest.param({"approval": "off"}, '{"a":1}', 0, id="off"),
-        pytest.param({"approval": AutoApproveHandler()}, '{"a":1}', 0, id="handler-approves"),
-        pytest.param({"approval": AlwaysDenyHandler()}, "Approval was denied", 0, id="handler-denies"),
-    ],
-)
-async def test_what_needs_approval_is_refused_unless_the_program_decides(
-    options: dict[str, Any], text: str, warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+RUNS = '{"a":1}'
+DECIDED: dict[str, tuple[dict[str, Any], str]] = {
+    "default": ({}, UNASKED),
+    "require": ({"approval": "require"}, UNASKED),
+    "deny": ({"approval": "deny"}, DENIED),
+    "auto": ({"approval": "auto"}, RUNS),
+    "off": ({"approval": "off"}, RUNS),
+    "handler-approves": ({"approval": AutoApproveHandler()}, RUNS),
+    "handler-denies": ({"approval": AlwaysDenyHandler()}, DENIED),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+async def test_what_needs_approval_runs_if_the_program_says_so(name: str, caplog: Caplog) -> None:
     """A program that runs a model's calls has no user to ask; a handler of the Executor's own decides before all."""
+    options, text = DECIDED[name]
     registry = registry_of({"m.run": FunctionalModule(echo, annotations=ModuleAnnotations(requires_approval=True))})
     assert await run_openai_call(registry, "m-run", {"a": 1}, **options) == text
-    warnings_logged = messages_logged(caplog)
-    assert len([message for message in warnings_logged if "without approval" in message]) == warnings
+    assert sum("without approval" in message for message in messages_logged(caplog)) == (name == "auto")
     refusing = Executor(registry, approval_handler=AlwaysDenyHandler())
-    if options.get("approval") != "deny":  # which would decide nothing
-        assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == "Approval was denied"
+    if name != "deny":  # which would decide nothing
+        assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == DENIED
 
 
 def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import math
 import threading
 import tracemalloc
@@ -15,22 +16,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from apcore import Config, Executor, Identity, ModuleAnnotations
+from apcore import Executor, Identity, ModuleAnnotations
 from apcore.errors import ACLDeniedError
-from conftest import (
-    HANDSHAKE,
-    FunctionalModule,
-    client_of,
-    connect,
-    echo,
-    registry_of,
-    serving,
-)
+from conftest import HANDSHAKE, FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp import MCPError
 from mcp_types import ElicitResult, ListRootsResult
 from support import (
+    INTEGER,
+    MARK,
     REDACTED,
     SCHEMA,
+    STRING,
+    WITHOUT_LIMIT,
+    Caplog,
     StreamingModule,
     Wire,
     accept,
@@ -39,7 +37,9 @@ from support import (
     errors_logged,
     failure,
     listed,
+    messages_logged,
     noting,
+    of,
     text_of,
     wired,
 )
@@ -48,31 +48,30 @@ from apcore_mcp import elicit, report_progress
 from apcore_mcp.client import NO_CLIENT
 from apcore_mcp.conversation import Conversation, WaitingRoom
 
-WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
-
 # ---- Only listed tools ----
 
 
 @pytest.mark.requirement("FR-ERROR-001")
-async def test_what_is_not_listed_cannot_be_called(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_not_listed_cannot_be_called(mode: str, caplog: Caplog) -> None:
+    """And is logged as any call that fails."""
+    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     ran: list[str] = []
 
     def module(name: str, **attributes: Any) -> FunctionalModule:
         return FunctionalModule(lambda inputs, context: ran.append(name) or {}, **{"tags": ["good"], **attributes})
 
-    broken = {"type": "object", "properties": {"a": {"$ref": "#/$defs/No"}}}
     modules = {
         "demo.listed": module("listed"),
         "demo.hidden": module("hidden", annotations=ModuleAnnotations(discoverable=False)),
         "demo.untagged": module("untagged", tags=["other"]),
-        "demo.broken": module("broken", input_schema=broken),
+        "demo.broken": module("broken", input_schema=of(a={"$ref": "#/$defs/No"})),
         "demo.leaves": module("leaves"),
         "other.prefix": module("prefix"),
     }
     names = [*modules.keys() - {"demo.listed"}, "other-prefix", "demo-hidden", "demo.unknown", "Demo.Listed", "demo"]
     names += ["{module_id}", "%s", "two\nlines", "x" * 1_000]
     registry = registry_of(modules)
-    async with connect(registry, tags=["good"], prefix="demo.") as client:
+    async with connect(registry, mode=mode, tags=["good"], prefix="demo.") as client:
         assert await listed(client) == ["demo.leaves", "demo.listed"]
         registry.unregister("demo.leaves")
         for name in names:
@@ -82,6 +81,9 @@ async def test_what_is_not_listed_cannot_be_called(caplog: pytest.LogCaptureFixt
     assert ran == ["listed"]
     logged = [record.getMessage() for record in errors_logged(caplog)]
     assert (len(logged), any("\n" in line for line in logged)) == (len(names), False)
+    unknown = "Tool call error: demo.unknown - ModuleNotFoundError: Module not found: demo.unknown (trace "
+    assert [line for line in logged if line.startswith(unknown)]
+    assert "Tool call: demo.unknown" in messages_logged(caplog, logging.DEBUG)
 
 
 # ---- Streaming ----
@@ -109,16 +111,12 @@ async def test_a_stream_is_its_chunks_and_then_one_result(mode: str) -> None:
             assert result.structured_content == json.loads(text_of(result)) == merged
 
 
-TOLD = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+TOLD = of(n=INTEGER) | {"required": ["n"]}
 REFUSED = "Output validation failed (the tool has run):\n- "
 FAILING: dict[str, tuple[list[Any], list[int], str]] = {
     "unexpected": ([{"n": 1}, RuntimeError("/etc/passwd"), {"n": 3}], [1], "Internal error occurred"),
     "acl": ([{"n": 1}, ACLDeniedError("alice", "s")], [1], "Access denied"),
-    "json": (
-        [{"n": 1}, {"m": math.nan}, {"n": 3}],
-        [1],
-        "Failed to serialize module output: nan at m (the tool has run)",
-    ),
+    "json": ([{"n": 1}, {"m": math.nan}], [1], "Failed to serialize module output: nan at m (the tool has run)"),
     "nothing": ([], [], f"{REFUSED}(root): Field required (required)"),
     "wrong": ([{"n": 1}, {"n": "x"}], [1, "x"], f"{REFUSED}n: Value is not valid (type)"),
 }
@@ -160,8 +158,7 @@ async def test_without_token_or_annotation_nothing_streams() -> None:
 
 async def test_marked_fields_of_chunks_are_hidden() -> None:
     note, told = noting()
-    field = {"type": "object", "properties": {"pin": {"type": "string", "x-sensitive": True}}}
-    schema = {"type": "object", "properties": {"user": field, "n": {"type": "integer"}}}
+    schema = of(user=of(pin={**STRING, **MARK}), n=INTEGER)
     async with connect({"s": StreamingModule([{"n": 1}, {"user": {"pin": "7"}}], output_schema=schema)}) as client:
         result = await client.call_tool("s", progress_callback=note)
     hidden = {"pin": REDACTED}

@@ -369,7 +369,7 @@ KEYED = {**STRING, "x-sensitive": True}
 
 
 SECRETS = {
-    "itself": one({**KEYED, "default": "S3CR3T", "examples": ["S3CR3T"]}),
+    "itself": one({**KEYED, "default": "S3CR3T", "example": "S3CR3T", "examples": ["S3CR3T"]}),
     "in-a-variant": one({"anyOf": [KEYED, {"type": "null"}], "default": "S3CR3T"}),
     "inside": one({**one(KEYED), "default": {"p": "S3CR3T"}}),
     "at-the-root": one(KEYED, examples=[{"p": "S3CR3T"}]),

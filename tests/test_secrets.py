@@ -48,9 +48,13 @@ from pydantic import (
     model_serializer,
 )
 from support import (
+    INTEGER,
+    MARK,
+    MARKED,
     REDACTED,
     SECRET_TEXT,
     SECRETIVE,
+    STRING,
     Array,
     StreamingModule,
     accept,
@@ -62,10 +66,9 @@ from support import (
     gives,
     lines_of,
     noting,
-    parsed,
+    of,
     returning,
     sent,
-    success_text,
     tool_of,
 )
 from typing_extensions import TypedDict
@@ -76,17 +79,10 @@ from apcore_mcp.hints import core_schema_of, is_open
 from apcore_mcp.values import as_json, marks_in, redact
 
 SECRET_PIN = 918273645
-MARK: Any = {"x-sensitive": True}
-MARKED: Any = Field(json_schema_extra=MARK)
-STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 
 
 def sensitive(**schema: Any) -> dict[str, Any]:
     return {**MARK, **schema}
-
-
-def of(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
 
 
 def quoted(result: CallToolResult, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -176,13 +172,6 @@ async def passing_on(inputs: dict[str, Any], context: Any) -> Any:
     return await context.executor.call_async(f"login.{inputs['how']}", inputs, context)
 
 
-async def wrapping(inputs: dict[str, Any], context: Any) -> Any:
-    try:
-        return await passing_on(inputs, context)
-    except ModuleError as error:
-        raise RuntimeError(f"cannot log in: {error}") from error
-
-
 def from_a_thread(inputs: dict[str, Any], context: Any) -> Any:
     return context.executor.call(f"login.{inputs['how']}", inputs, context)
 
@@ -192,15 +181,10 @@ async def streaming(inputs: dict[str, Any], context: Any) -> AsyncIterator[dict[
     await passing_on(inputs, context)
 
 
-async def failure_of(inputs: dict[str, Any], context: Any) -> ModuleError:
+async def quoting_it(inputs: dict[str, Any], context: Any) -> NoReturn:
     with pytest.raises(ModuleError) as caught:
         await passing_on(inputs, context)
-    return caught.value
-
-
-async def quoting_it(inputs: dict[str, Any], context: Any) -> NoReturn:
-    error = await failure_of(inputs, context)
-    raise InvalidInputError(f"cannot log in: {error.message} {inputs}")
+    raise InvalidInputError(f"cannot log in: {caught.value.message} {inputs}")
 
 
 async def gathering(inputs: dict[str, Any], context: Any) -> NoReturn:
@@ -229,24 +213,29 @@ async def by_another_executor(inputs: dict[str, Any], context: Any) -> Any:
     return await Executor(context.executor.registry).call_async(f"login.{inputs['how']}", inputs)
 
 
-async def wrapping_another(inputs: dict[str, Any], context: Any) -> Any:
-    try:
-        return await by_another_executor(inputs, context)
-    except ModuleError as error:
-        raise RuntimeError(f"cannot log in: {error}") from error
+def wrapping(way: Callable[..., Any]) -> Callable[..., Any]:
+    async def wrapped(inputs: dict[str, Any], context: Any) -> Any:
+        try:
+            return await way(inputs, context)
+        except ModuleError as error:
+            raise RuntimeError(f"cannot log in: {error}") from error
+
+    return wrapped
 
 
-WAYS: list[Callable[..., Any]] = [
-    passing_on, wrapping, from_a_thread, streaming, quoting_it, gathering, without_context, from_a_thread_of_its_own,
-    by_another_executor, wrapping_another,
-]  # fmt: skip
+WAYS: dict[str, Any] = {
+    way.__name__: way
+    for way in (passing_on, from_a_thread, quoting_it, gathering, without_context, from_a_thread_of_its_own)
+}
+WAYS |= {"by_another_executor": by_another_executor, "wrapping_another": wrapping(by_another_executor)}
+WAYS |= {"wrapping": wrapping(passing_on)}
+WAYS["streaming"] = FunctionalModule(passing_on, stream=streaming, annotations=ModuleAnnotations(streaming=True))
 
 
 @pytest.fixture(scope="module")
 def speaking() -> Iterator[str]:
     """A server of a module for each way to fail, and of some that call these."""
-    modules: dict[str, Any] = {way.__name__: way for way in WAYS}
-    modules["streaming"] = FunctionalModule(passing_on, stream=streaming, annotations=ModuleAnnotations(streaming=True))
+    modules = {**WAYS}
     for how, fail in SPEAKING.items():
         hidden = ModuleAnnotations(discoverable=how != "plain")  # what is not listed has secrets too
         modules[f"login.{how}"] = login_of(fail, annotations=hidden)
@@ -257,13 +246,11 @@ def speaking() -> Iterator[str]:
 
 @pytest.mark.requirement("NFR-SEC-003")
 @pytest.mark.parametrize("how", [*SPEAKING, "refused"])
-async def test_a_secret_in_an_exception_is_told_nowhere(
-    speaking: str, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_secret_in_an_error_is_told_nowhere(speaking: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     arguments = {"how": how, "user": "bob", "password": f"\"'{SECRET_TEXT}\n", "pin": SECRET_PIN}
     async with client_of(speaking) as client:
-        for tool in [*([] if how == "plain" else [f"login.{how}"]), *(way.__name__ for way in WAYS)]:
+        for tool in [*([] if how == "plain" else [f"login.{how}"]), *WAYS]:
             caplog.clear()
             result = await client.call_tool(tool, arguments)
             failure(result)
@@ -353,22 +340,19 @@ async def test_who_takes_part_is_known(name: str, caplog: pytest.LogCaptureFixtu
     assert errors_logged(caplog)
 
 
-async def test_a_hint_that_pydantic_does_not_know_marks_nothing() -> None:
-    """Such as a dict of NumPy's arrays."""
+async def test_calls_without_secrets_say_all(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where a hint is a class that pydantic does not know, such as an array of NumPy's."""
 
     def pixels() -> dict[str, io.BytesIO]:
-        raise InvalidInputError("There are none")
+        raise InvalidInputError("no")
 
-    async with connect({"a.pixels": FunctionModule(pixels, "a.pixels")}) as client:
-        failure(await client.call_tool("a.pixels", {}), "Invalid input: There are none")
-
-
-async def test_calls_without_secrets_say_all(caplog: pytest.LogCaptureFixture) -> None:
-    modules = {"quoting_it": quoting_it, "login.open": FunctionalModule(lambda i, c: throw(InvalidInputError("no")))}
+    login = FunctionalModule(lambda inputs, context: throw(InvalidInputError("no")))
+    modules = {"quoting_it": quoting_it, "login.open": login, "login.pixels": FunctionModule(pixels, "a.pixels")}
     async with connect(modules) as client:
-        result = await client.call_tool("quoting_it", {"how": "open"})
-    failure(result, "Invalid input: cannot log in: no {'how': 'open'}")
-    assert "cannot log in: no {'how': 'open'} (trace " in errors_logged(caplog)[0].getMessage()
+        failure(await client.call_tool("login.pixels", {}), "Invalid input: no")
+        quoted = await client.call_tool("quoting_it", {"how": "open"})
+    failure(quoted, "Invalid input: cannot log in: no {'how': 'open'}")
+    assert "cannot log in: no {'how': 'open'} (trace " in errors_logged(caplog)[1].getMessage()
 
 
 REFUSING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -406,19 +390,19 @@ class Computes(BaseModel):
         return TOKEN
 
 
-def fail(inputs: dict[str, Any], context: Any) -> NoReturn:
+def fail(*_: Any) -> NoReturn:
     throw(RuntimeError(f"cannot store {TOKEN}"))
 
 
 def keys_of() -> dict[str, Key]:
-    """Give all keys."""
-    throw(RuntimeError(f"cannot store {TOKEN}"))
+    fail()
 
 
 @pytest.mark.parametrize("redacts", [True, False])
 async def test_a_secret_to_be_given_is_not_logged(redacts: bool, caplog: pytest.LogCaptureFixture) -> None:
     modules: dict[str, Any] = {
         "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
+        "gives.model": gives({"held": PATIENT}, output_schema=of(held=INTEGER)),
         "raises.token": FunctionalModule(fail, output_schema=SECRETIVE),
         "raises.computed": FunctionalModule(fail, output_schema=Computes),
         "raises.keys": FunctionModule(keys_of, "raises.keys"),
@@ -432,6 +416,7 @@ async def test_a_secret_to_be_given_is_not_logged(redacts: bool, caplog: pytest.
             failure(result)
             assert quoted(result, caplog) == [], tool
     assert len(errors_logged(caplog)) == len(modules)
+    assert SECRET_TEXT not in caplog.text
 
 
 # ---- Redaction ----
@@ -451,7 +436,7 @@ class Account(BaseModel):
 
 
 KEY, HIDDEN = {"label": "l", "value": "S3CR3T"}, {"label": "l", "value": REDACTED}
-INNOCENT = {"author": "ann", "tokens_used": 3, "password_hint": "cat"}  # apcore's own redaction goes by such words
+INNOCENT = {"author": "Ann", "tokens_used": 3, "password_hint": "cat"}  # apcore's own redaction goes by such words
 ACCOUNT: dict[str, Any] = {
     **{**INNOCENT, "pin": 918273645, "expires": date(2031, 12, 13), "first": KEY, "keys": [KEY, KEY]},
     **{"maybe": KEY, "by_name": {"a": KEY}, "secrets": [918273645]},
@@ -519,22 +504,6 @@ def test_a_mark_hides_what_it_is_for(name: str) -> None:
     assert REDACTED not in json.dumps(tool_of(module, redact_output=False).output_schema)
 
 
-@pytest.mark.parametrize("name", ["model", "the_whole", "by.then"])
-async def test_sensitive_output_is_redacted(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With `redact_output=False` it is what the module gave."""
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    schema, output, expected = ACCOUNTS[name]
-    modules = {"an.account": gives(output, output_schema=schema)}
-    async with connect(modules) as client:
-        result = await client.call_tool("an.account", {})
-    assert parsed(success_text(result)) == expected
-    assert result.structured_content is None, "what is hidden needs no second description"
-    assert quoted(result, caplog) == []
-    async with connect(modules, redact_output=False) as client:
-        result = await client.call_tool("an.account", {})
-    assert parsed(success_text(result)) == result.structured_content == json.loads(json.dumps(output, default=str))
-
-
 UNMARKED: dict[str, dict[str, Any]] = {
     "default": of(p={"default": MARK}),
     "choices": of(p={"anyOf": [{"enum": [MARK, 1]}, {"const": MARK}], "examples": [MARK]}),
@@ -576,16 +545,13 @@ class Connection(BaseModel):
 
 
 CONNECTION = Connection(user="bob", password=SecretStr(SECRET_TEXT))
-CONNECTIONS: list[tuple[Any, Any, Any]] = [
-    (Connection, CONNECTION, {"user": "bob", "password": REDACTED}),
-    (dict[str, Connection], {"a": CONNECTION}, {"a": {"user": "bob", "password": REDACTED}}),
-    (Any, [CONNECTION], {"result": [{"user": "bob", "password": REDACTED}]}),
-]
 
 
 def test_a_secret_str_is_a_mark_of_answers() -> None:
-    for hint, value, expected in CONNECTIONS:
-        assert shown(returning(hint, value), value) == expected
+    hidden = {"user": "bob", "password": REDACTED}
+    assert shown(returning(Connection, CONNECTION), CONNECTION) == hidden
+    assert shown(returning(dict[str, Connection], {"a": CONNECTION}), {"a": CONNECTION}) == {"a": hidden}
+    assert shown(returning(Any, [CONNECTION]), [CONNECTION]) == {"result": [hidden]}
 
 
 async def test_a_secret_str_is_a_mark_of_arguments(caplog: pytest.LogCaptureFixture) -> None:
@@ -860,6 +826,7 @@ async def test_a_marked_model_is_hidden_at_every_door(caplog: pytest.LogCaptureF
         "a.function": returning(Any, PATIENT),
         "a.dict": returning(dict, held),
         "a.binding": binding,
+        "an.account": gives(ACCOUNT, output_schema=Account),
     }
     for redacts in (True, False):
         executor = Executor(registry_of(modules), middlewares=[Filling()])
@@ -870,6 +837,8 @@ async def test_a_marked_model_is_hidden_at_every_door(caplog: pytest.LogCaptureF
                 result = await client.call_tool(name, arguments, progress_callback=note)
                 text = result.model_dump_json(by_alias=True)
                 assert ("Ann" in text, REDACTED in text, SECRET_TEXT in text) == (True, redacts, not redacts), name
+                if name == "an.account":  # what is hidden needs no second description
+                    assert (result.structured_content is None) == redacts
         assert ("Ann" in str(told), SECRET_TEXT in str(told)) == (True, not redacts)
         assert (SECRET_TEXT in everything_logged(caplog)) is False
     assert SECRET_TEXT not in await run_openai_call(registry_of(modules), "a-function", {})
@@ -927,12 +896,6 @@ def test_a_marked_model_fits_no_other_hint(hint: Any, value: Any) -> None:
     assert SECRET_TEXT not in f"{caught.value} {caught.value.details}"
 
 
-async def test_a_refused_marked_model_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async with connect({"a.wrong": gives({"held": PATIENT}, output_schema=of(held=INTEGER))}) as client:
-        assert quoted(await client.call_tool("a.wrong", {}), caplog) == []
-    assert SECRET_TEXT not in caplog.text
-
-
 async def test_a_secret_of_any_type_is_a_mark(caplog: pytest.LogCaptureFixture) -> None:
     """In the question and in what a call fails with."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
@@ -952,14 +915,6 @@ async def test_a_secret_of_any_type_is_a_mark(caplog: pytest.LogCaptureFixture) 
     assert str(SECRET_PIN) not in said
 
 
-def test_a_marked_example_is_hidden() -> None:
-    """In the Explorer and in the tool document."""
-    examples = [ModuleExample("one", {"token": SECRET_TEXT, "n": 1}, {"token": SECRET_TEXT})]
-    module = gives({}, input_schema=SECRETIVE, output_schema=SECRETIVE, examples=examples)
-    (example,) = tool_of(module).examples
-    assert (example["inputs"], example["output"]) == ({"token": REDACTED, "n": 1}, {"token": REDACTED})
-
-
 class Masking(BaseModel):
     """What it writes has no mark. An author's example and a chunk are not written by it."""
 
@@ -967,31 +922,16 @@ class Masking(BaseModel):
     n: int = 1
 
 
-async def test_what_no_serializer_has_masked_is_hidden() -> None:
-    written = {"ssn": SECRET_TEXT, "n": 2}
-
-    examples = [ModuleExample("one", {}, written)]
-    module = StreamingModule([written], output_schema=Masking, examples=examples)
+async def test_in_examples_and_chunks_what_is_marked_is_hidden() -> None:
+    written, hidden = {"ssn": SECRET_TEXT, "n": 2}, {"ssn": REDACTED, "n": 2}
+    examples = [ModuleExample("one", {"token": SECRET_TEXT}, written)]
+    module = StreamingModule([written], input_schema=SECRETIVE, output_schema=Masking, examples=examples)
     (example,) = tool_of(module).examples
-    assert example["output"] == {"ssn": REDACTED, "n": 2}
-    told: list[str | None] = []
-
-    async def note(progress: float, total: float | None, message: str | None) -> None:
-        told.append(message)
-
+    assert (example["inputs"], example["output"]) == ({"token": REDACTED}, hidden)
+    note, told = noting()
     async with connect({"a.parts": module}) as client:
         await client.call_tool("a.parts", {}, progress_callback=note)
-    assert [json.loads(text or "") for text in told] == [{"ssn": REDACTED, "n": 2}]
-
-
-@pytest.mark.parametrize("keyword", ["default", "example", "examples"])
-def test_no_value_stands_beside_a_mark(keyword: str) -> None:
-    """Nor of an object that has one."""
-    values = [SECRET_TEXT] if keyword == "examples" else SECRET_TEXT
-    marked = {"type": "string", **MARK, keyword: values}
-    holding = {"type": "object", "properties": {"token": marked}, keyword: [{"token": SECRET_TEXT}]}
-    listed = tool_of(gives({}, input_schema=of(a=marked, b=holding))).input_schema
-    assert SECRET_TEXT not in json.dumps(listed)
+    assert [json.loads(text or "") for _, _, text in told] == [hidden]
 
 
 async def test_apcores_log_shows_no_marked_value(caplog: pytest.LogCaptureFixture) -> None:

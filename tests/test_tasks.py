@@ -28,6 +28,9 @@ from mcp_types import CallToolResult
 from support import (
     LOGIN,
     SCHEMA,
+    WITHOUT_LIMIT,
+    Caplog,
+    Monkeypatch,
     accept,
     answer,
     calls,
@@ -37,13 +40,13 @@ from support import (
     message,
     messages_logged,
     modern,
+    of,
     text_of,
     waiting,
 )
 
 from apcore_mcp import async_serve, elicit, report_progress, serve
 
-WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 TASKS = "io.modelcontextprotocol/tasks"
 LONG = ModuleAnnotations(extra={"mcp_async": True})
 CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
@@ -169,15 +172,6 @@ async def test_a_long_call_is_a_task_at_once() -> None:
         assert task["result"] == without_meta(await wire.call("long", {"n": 1}))
 
 
-async def test_any_other_call_is_a_task_after_a_while() -> None:
-    wait, _, go_on = waiting()
-    async with wired({"wait": wait, "echo": echo}, task_after=0.1) as wire:
-        assert (await wire.call("echo"))["resultType"] == "complete"
-        task_id = await wire.begin("wait")
-        go_on.set()
-        assert (await wire.until(task_id, "completed"))["result"]["structuredContent"] == {"done": True}
-
-
 def test_without_a_number_only_marked_modules_are_tasks() -> None:
     async def story(clock: Clock) -> None:
         slow, begun, go_on = waiting()
@@ -194,10 +188,10 @@ def test_without_a_number_only_marked_modules_are_tasks() -> None:
     with_clock(story)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_task_after_is_seconds_or_none(seconds: float) -> None:
-    with pytest.raises(ValueError, match="task_after"):
-        serve(Registry(), task_after=seconds)
+def test_task_after_is_seconds_or_none() -> None:
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="task_after"):
+            serve(Registry(), task_after=seconds)
 
 
 # ---- Who sees nothing of it ----
@@ -505,9 +499,7 @@ def test_an_ended_task_is_kept_for_an_hour() -> None:
 
 
 @pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 1.9)), ("wait", (1.9, 8))])
-async def test_a_server_that_ends_ends_its_tasks(
-    tool: str, limits: tuple[float, float], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_ends_ends_its_tasks(tool: str, limits: tuple[float, float], caplog: Caplog) -> None:
     """It waits for those that work, and for none that waits for its user."""
     ended = asyncio.Event()
 
@@ -602,7 +594,7 @@ def id_in(result: CallToolResult) -> str:
 
 def test_a_client_without_tasks_asks_for_the_result(mode: str) -> None:
     """It is told the progress on its own request, and the result as the call would have given it, after 30 s, too."""
-    typed = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    typed = of(n={"type": "integer"}) | {"required": ["n"]}
 
     async def story(clock: Clock) -> None:
         is_over = asyncio.Event()
@@ -704,19 +696,17 @@ async def test_task_result_is_its_callers_own_and_can_cancel() -> None:
         assert ended.is_set()
 
 
-@pytest.mark.parametrize(
-    ("modules", "options", "capabilities"),
-    [
-        pytest.param({"long": long(echo)}, {"task_after": None}, {}, id="no-number"),
-        pytest.param({"long": long(echo)}, {"stateless": True}, {}, id="stateless"),
-        pytest.param({"long": long(echo)}, {}, {"extensions": {TASKS: {}}}, id="tasks"),
-        pytest.param({"long": FunctionalModule(echo)}, {}, {}, id="nothing-long"),
-        pytest.param({"long": long(echo), "task_result": echo}, {}, {}, id="module"),
-    ],
-)
-async def test_where_there_is_no_task_result(
-    modules: Any, options: Any, capabilities: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "no number": ({"long": long(echo)}, {"task_after": None}, {}),
+    "stateless": ({"long": long(echo)}, {"stateless": True}, {}),
+    "tasks": ({"long": long(echo)}, {}, {"extensions": {TASKS: {}}}),
+    "nothing long": ({"long": FunctionalModule(echo)}, {}, {}),
+    "a module": ({"long": long(echo), "task_result": echo}, {}, {}),
+}
+
+
+@pytest.mark.parametrize(("modules", "options", "capabilities"), ALONE.values(), ids=ALONE)
+async def test_where_there_is_no_task_result(modules: Any, options: Any, capabilities: Any, caplog: Caplog) -> None:
     """Nor anything else that differs. A module of that id wins."""
     async with wired(modules, **options) as wire:
         wire.capabilities = capabilities
@@ -730,7 +720,7 @@ async def test_where_there_is_no_task_result(
     assert messages_logged(caplog).count(warning) == ("task_result" in modules)
 
 
-async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: Monkeypatch) -> None:
     """From their beginning to their end, also where they end in time. One more waits, and apcore's limits hold."""
     monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
 
