@@ -231,7 +231,6 @@ async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, us
 
 
 def test_deny_beside_an_own_handler_is_refused() -> None:
-    """It would deny nothing."""
     executor, _ = wiping(approval_handler=AutoApproveHandler())
     with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
         MCPServer(executor, approval="deny")
@@ -308,7 +307,6 @@ async def test_whatever_a_module_calls_needs_approval(approval: str, told: str) 
 
 @contextlib.contextmanager
 def refused(outcomes: queue.Queue[bool]) -> Iterator[None]:
-    """Note whether a call is refused."""
     try:
         yield
         outcomes.put(False)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import weakref
@@ -18,8 +17,8 @@ from typing import Any
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.errors import SchemaValidationError
-from conftest import ANYTHING, MODULE, ROOT, FunctionalModule, RawClient, connect, echo, until
-from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, text_of
+from conftest import ANYTHING, MODULE, FunctionalModule, RawClient, connect, echo, until
+from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, run, text_of
 
 from apcore_mcp.discovery import Folder, discover
 
@@ -208,7 +207,6 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_registry_that_nobody_holds_is_freed(tmp_path: Path) -> None:
-    """With what its files have made."""
     registry = load(tmp_path, {"say.py": SAY})
     freed = [weakref.ref(registry), weakref.ref(registry.get("say"))]
     del registry
@@ -520,7 +518,6 @@ ENTRIES = {
 
 
 def test_a_bad_entry_leaves_out_itself_by_its_id(tmp_path: Path) -> None:
-    """And the others are served."""
     entries: list[Any] = [{"module_id": "m.good", "target": "_clinic:count", **SCHEMAS}]
     for name, (entry, _) in ENTRIES.items():
         entries.append({"module_id": name, **entry} if isinstance(entry, dict) and name != "None" else entry)
@@ -536,15 +533,6 @@ def test_a_bad_entry_leaves_out_itself_by_its_id(tmp_path: Path) -> None:
         assert words in line
 
 
-TOLD = """
-import json, sys
-from apcore_mcp.discovery import discover
-registry = discover(sys.argv[1])
-about = map(registry.get_definition, registry.list())
-print(json.dumps([[each.description, each.metadata, each.input_schema] for each in about]))
-"""
-
-
 def test_yaml_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     """And its dates are texts, as JSON has no others."""
     entry = "{module_id: m.count, target: '_clinic:count', description: \u4e88\u7d04, output_schema: {}, "
@@ -555,14 +543,13 @@ def test_yaml_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
         "say_meta.yaml": "description: \u4e88\u7d04\nx-since: 2026-01-31\n",
         "local.binding.yaml": f"bindings:\n- {entry}\n",
     }
-    write(tmp_path, files)
+    folder = load(tmp_path, files)
+    dated = {"enum": ["2026-01-31"], "default": "2026-01-31"}
+    assert definition(folder, "m.count").input_schema == {"properties": {"n": dated}}
+    assert definition(folder, "say").metadata == {"description": "\u4e88\u7d04", "x-since": "2026-01-31"}
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", TOLD, str(tmp_path)]
-    ended = subprocess.run(command, env=ascii_only, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    of_binding, of_class = json.loads(ended.stdout)
-    schema = {"properties": {"n": {"enum": ["2026-01-31"], "default": "2026-01-31"}}}
-    assert of_binding == ["\u4e88\u7d04", {}, schema]
-    assert of_class[:2] == ["\u4e88\u7d04", {"description": "\u4e88\u7d04", "x-since": "2026-01-31"}]
+    ended = run("--extensions-dir", str(tmp_path), "--export", "openai", env=ascii_only)
+    assert [tool["function"]["description"] for tool in json.loads(ended.stdout)] == ["\u4e88\u7d04"] * 2
 
 
 def test_a_binding_never_gets_the_function_of_another_folder(tmp_path: Path) -> None:
@@ -672,7 +659,6 @@ def test_a_file_keeps_its_modules_while_it_is_saved(tmp_path: Path) -> None:
     folder = load(tmp_path, {"say.py": said("one"), "say_meta.yaml": guarded})
 
     def state() -> tuple[str, bool] | None:
-        """After one more look."""
         folder.discover()
         about = definition(folder, "say")
         return about and (about.description, about.annotations.requires_approval)

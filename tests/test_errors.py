@@ -245,7 +245,6 @@ async def test_a_failed_call_logs_one_short_message(caplog: Caplog) -> None:
 
 
 async def test_arguments_that_cannot_be_read_are_an_error() -> None:
-    """Of that call alone."""
     with serving(registry_of({"demo.echo": lambda inputs, context: inputs})) as url:
         call = modern("tools/call", {"name": "demo.echo", "arguments": {"a": 1}})
         right = json.dumps(call.pop("json"))

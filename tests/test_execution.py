@@ -37,9 +37,15 @@ from conftest import (
 )
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
+    MARK,
+    MARKED,
     SCHEMA,
     SECRETIVE,
+    STRING,
+    WITHOUT_LIMIT,
+    Caplog,
     Gate,
+    Monkeypatch,
     StreamingModule,
     Wire,
     accept,
@@ -47,18 +53,19 @@ from support import (
     calls,
     cancel_call,
     everything_logged,
+    hosted,
     is_set_in_time,
     noting,
+    of,
     parsed,
     stage,
     start_call,
     success_text,
     text_of,
+    waiting,
 )
 
 from apcore_mcp import async_serve, elicit, report_progress, to_openai_tools
-
-WITHOUT_LIMIT = Config({"executor": {"default_timeout": 0, "global_timeout": 0}})
 
 # ---- Running ----
 
@@ -72,13 +79,9 @@ class Stamp(Middleware):
 
 
 @pytest.mark.requirement("FR-EXEC-003", "FR-EXEC-005", "NFR-SEC-001")
-async def test_an_executor_keeps_acl_middleware_and_timeout(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_executor_keeps_acl_middleware_and_timeout(caplog: Caplog) -> None:
     """The log says of a timeout what sets it."""
-
-    async def never(inputs: dict[str, Any], context: Any) -> None:
-        await asyncio.Event().wait()
-
-    registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": never})
+    registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": waiting()[0]})
     acl = ACL([ACLRule(callers=["*"], targets=["open.*"], effect="allow")], default_effect="deny")
     config = Config({"executor": {"default_timeout": 70, "global_timeout": 60_000}})
     executor = Executor(registry, acl=acl, middlewares=[Stamp()], config=config)
@@ -103,10 +106,7 @@ async def test_a_module_that_exits_ends_no_server() -> None:
     async def later(inputs: dict[str, Any], context: Any) -> None:
         raise endings[inputs["by"]]
 
-    async def above(inputs: dict[str, Any], context: Any) -> Any:
-        return await context.executor.call_async("later", inputs, context)
-
-    modules = {"now": now, "later": later, "above": above, "echo": echo}
+    modules = {"now": now, "later": later, "above": calls("later"), "echo": echo}
     async with async_serve(registry_of(modules)) as app, hosting(app) as url, client_of(url) as client:
         for by in endings:
             for module_id in ("now", "later", "above"):
@@ -147,7 +147,7 @@ async def test_forty_blocked_sync_calls_hold_up_nobody() -> None:
 # ---- Cancellation ----
 
 
-async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_cancelled_call_leaves_no_task_behind(mode: str, caplog: Caplog) -> None:
     """Nor is what a module raises by then told to anybody."""
     records: queue.Queue[Any] = queue.Queue()
 
@@ -214,7 +214,7 @@ async def test_nothing_is_kept_of_a_module_that_is_gone() -> None:
         await asyncio.to_thread(until, all_are_gone, 10)
 
 
-def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_ends_cancels_after_the_grace_period(caplog: Caplog) -> None:
     records: queue.Queue[list[Any]] = queue.Queue()
     modules = ["wait", "wait_streaming", "watch_token"]
 
@@ -252,54 +252,42 @@ def test_a_server_that_ends_cancels_after_the_grace_period(caplog: pytest.LogCap
 
 async def test_no_coroutine_outlives_its_call() -> None:
     """Nor what it called, without its context; but what a module has to clean up is not cut short."""
-    running, release, ended = threading.Event(), asyncio.Event(), queue.Queue[str]()
+    running, release, ended = asyncio.Event(), asyncio.Event(), list[str]()
 
-    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+    async def work(inputs: dict[str, Any], context: Any) -> None:
         running.set()
-        release.clear()
         try:
             await asyncio.Event().wait()
         finally:
             await release.wait()
-            ended.put("work")
-        return {}
+            ended.append("work")
 
     async def above(inputs: dict[str, Any], context: Any) -> Any:
         try:
             return await context.executor.call_async("work", {})
         finally:
-            ended.put("above")
-
-    async def go(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        release.set()
-        return {}
-
-    async def tasks(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        names = [getattr(task.get_coro(), "__qualname__", "?").rpartition(".")[2] for task in asyncio.all_tasks()]
-        return {"left": [name for name in names if name in ("work", "above")]}
+            ended.append("above")
 
     limited = FunctionalModule(above, resources={"timeout": 300})
-    modules = {"work": work, "tasks": tasks, "cancelled": above, "timed.out": limited, "go": go}
-    async with connect(modules) as client, asyncio.timeout(20):
+    async with hosted({"work": work, "cancelled": above, "timed.out": limited}) as client, asyncio.timeout(20):
         for module_id in ("cancelled", "timed.out"):
-            running.clear()
+            running.clear(), release.clear(), ended.clear()
             call = asyncio.create_task(client.call_tool(module_id))
-            assert await asyncio.to_thread(running.wait, 10)
+            await running.wait()
             if module_id == "cancelled":
                 await cancel_call(call)
             else:
                 assert text_of(await call) == "Module timed out after 300ms"
             for _ in range(3):  # the server has seen the end, and all that it sets off, when it answers these
-                await client.call_tool("tasks")
-            await client.call_tool("go")
-            assert {await asyncio.to_thread(ended.get, timeout=10) for _ in range(2)} == {"above", "work"}
-            while (await client.call_tool("tasks")).structured_content != {"left": []}:
-                assert asyncio.current_task(), "the timeout above is the limit"
+                await client.list_tools()
+            release.set()
+            while sorted(ended) != ["above", "work"]:
+                await client.list_tools()
 
 
 async def test_a_pool_outlives_the_call_that_started_it() -> None:
     """A pool or a browser, started by whichever call comes first, serves the later ones."""
-    running = threading.Event()
+    running = asyncio.Event()
     pool: list[asyncio.Task[None]] = []
 
     async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -310,9 +298,9 @@ async def test_a_pool_outlives_the_call_that_started_it() -> None:
             await asyncio.shield(pool[0])
         return {"pool": "runs" if not pool[0].done() else "gone"}
 
-    async with connect({"work": work}) as client, asyncio.timeout(20):
+    async with hosted({"work": work}) as client, asyncio.timeout(20):
         call = asyncio.create_task(client.call_tool("work", {"wait": True}))
-        assert await asyncio.to_thread(running.wait, 10)
+        await running.wait()
         await cancel_call(call)
         for _ in range(3):
             assert (await client.call_tool("work")).structured_content == {"pool": "runs"}
@@ -341,7 +329,7 @@ async def test_a_silent_stream_ends_with_its_time() -> None:
             assert await asyncio.to_thread(closed.get, timeout=10) == then
 
 
-async def test_a_modules_own_timeout_is_an_error_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_modules_own_timeout_is_an_error_like_any_other(caplog: Caplog) -> None:
     """Only apcore's limit is one. The log has its text, and the traceback as far as the module."""
 
     def sync(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -380,9 +368,6 @@ class Described:
         return create_model("Described", __config__=ConfigDict(json_schema_extra=count), **fields)
 
 
-Marked = Field(json_schema_extra={"x-sensitive": True})
-
-
 async def test_a_model_is_described_once_for_all_calls() -> None:
     described = Described()
     model = described.model(n=(int, ...))
@@ -409,28 +394,25 @@ async def test_a_model_is_described_once_for_all_calls() -> None:
 
 class Address(BaseModel):
     street: str
-    code: str = Marked
+    code: str = MARKED
 
 
 class Account(BaseModel):
     name: str = Field(min_length=2)
-    pin: str = Marked
+    pin: str = MARKED
     home: Address | None = None
     others: dict[str, Address] = {}
 
 
 class Aliased(BaseModel):
-    card_number: str = Field(alias="cardNumber", json_schema_extra={"x-sensitive": True})
+    card_number: str = Field(alias="cardNumber", json_schema_extra=MARK)
 
 
 HOME = {"street": "x", "code": "9"}
 ACCOUNT = {"name": "Ada", "pin": "1234", "home": HOME, "others": {"a": {**HOME}}}
-DATED = {"type": "object", "properties": {"on": {"type": "string", "format": "date"}}}
-ODD = {
-    "type": "object",
-    "properties": {"a": {"$ref": "#/places/0"}, "b": {"type": "array", "prefixItems": [{"$ref": "#/places/0"}]}},
-    "places": [{"type": "string", "x-sensitive": True}],
-}
+DATED = of(on={**STRING, "format": "date"})
+PLACE = {"$ref": "#/places/0"}
+ODD = {**of(a=PLACE, b={"type": "array", "prefixItems": [PLACE]}), "places": [{**STRING, **MARK}]}
 CALLED: dict[str, tuple[Any, dict[str, Any]]] = {
     "a_model": (Account, ACCOUNT),
     "too_short": (Account, {**ACCOUNT, "name": "A"}),
@@ -468,11 +450,9 @@ class Changing(Spy):
 
 
 @pytest.mark.skipif(version("apcore") == "0.32.0", reason="its redaction follows no references")
-@pytest.mark.parametrize("spy_class", [Spy, Changing])
-async def test_arguments_are_validated_and_redacted_as_by_apcore(
-    spy_class: type[Spy], caplog: pytest.LogCaptureFixture
-) -> None:
-    spy = spy_class()
+@pytest.mark.parametrize("kind", [Spy, Changing])
+async def test_arguments_are_validated_and_redacted_as_by_apcore(kind: type[Spy], caplog: Caplog) -> None:
+    spy = kind()
     echoes = {name: FunctionalModule(echo, input_schema=s, output_schema=s) for name, (s, _) in CALLED.items()}
     executor = Executor(registry_of(echoes), middlewares=[spy])
 
@@ -501,7 +481,7 @@ async def test_hooks_get_the_output_as_it_is_written() -> None:
         def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> None:
             seen.append((output, context.redacted_output))
 
-    model = create_model("Model", user=(str, ...), day=(str, "today"), pin=(str, Marked))
+    model = create_model("Model", user=(str, ...), day=(str, "today"), pin=(str, MARKED))
     registry = registry_of({"echo": FunctionalModule(echo, output_schema=model)})
     async with connect(Executor(registry, middlewares=[Outputs()])) as client:
         await client.call_tool("echo", {"user": "Ada", "pin": "1234", "more": 1})
@@ -542,7 +522,7 @@ async def test_a_replaced_module_is_called_by_its_new_model() -> None:
 
     registry = registry_of({"spell": version({})})
     async with connect(registry) as client:
-        for word, module in (("abc", None), (REDACTED_VALUE, version({"x-sensitive": True})), ("abc", version({}))):
+        for word, module in (("abc", None), (REDACTED_VALUE, version(MARK)), ("abc", version({}))):
             if module is not None:
                 registry.unregister("spell")
                 registry.register("spell", module)
@@ -569,7 +549,7 @@ async def test_an_executor_is_as_it_was_after_its_servers() -> None:
     assert executor.validate("echo", {"n": 1}).valid
 
 
-async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_look_up_of_apcores_is_as_right(monkeypatch: Monkeypatch) -> None:
     """As if it had renamed what is not public: `_registry`."""
     execute = BuiltinModuleLookup.execute
 
@@ -586,7 +566,7 @@ async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", [BuiltinModuleLookup, BuiltinInputValidation, BuiltinOutputValidation])
-async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: Monkeypatch) -> None:
     execute = step.execute
 
     async def execute_on_the_class(self: Any, ctx: PipelineContext) -> StepResult:

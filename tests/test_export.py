@@ -18,7 +18,7 @@ import pytest
 from apcore import Registry
 from conftest import EXTENSIONS, MODULE, ROOT, RawClient, serving
 from jsonschema import Draft202012Validator
-from support import answer, messages_logged, modern, run
+from support import Caplog, Monkeypatch, answer, messages_logged, modern, run
 
 import apcore_mcp
 from apcore_mcp import discover, to_openai_tools
@@ -261,11 +261,9 @@ def test_client_entry_starts_this_server_from_anywhere(
     assert ("write.py is left out" in ended.stderr) is not bool(path)
 
 
-def test_client_entry_has_the_flags_of_variables_too(
-    extensions: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_client_entry_has_flags_of_variables(extensions: Path, capfd: Capture, monkeypatch: Monkeypatch) -> None:
     """Before those that are given, which win there as here."""
-    (tmp_path / "log.json").write_text('{"version": 1}')
+    (extensions.parent / "log.json").write_text('{"version": 1}')
     monkeypatch.chdir(extensions.parent)
     variables = {"TAGS": "public calm", "PREFIX": "hand", "NAME": "", "EXTENSIONS_DIR": extensions.name}
     for name, value in variables.items():
@@ -280,52 +278,42 @@ def test_client_entry_has_the_flags_of_variables_too(
     assert capfd.readouterr().err == "voice.shout\n1 tool would be served, 0 left out\n"  # where stdout leads by now
 
 
-@pytest.mark.parametrize(
-    ("flags", "kind", "url"),
-    [
-        ("streamable-http --port 9000", "http", "http://127.0.0.1:9000/mcp"),
-        ("sse --host ::1", "sse", "http://[::1]:8000/sse"),
-        ("streamable-http --host 0.0.0.0 --allowed-hosts x.org", "http", "http://127.0.0.1:8000/mcp"),
-    ],
-)
-def test_client_entry_of_an_http_server_is_its_address(
-    extensions: Path, capfd: Capture, flags: str, kind: str, url: str
-) -> None:
-    arguments = ["--extensions-dir", str(extensions), "--export", "client", "--transport", *flags.split()]
-    assert main(arguments) == 0
+def entry_for(extensions: Path, capfd: Capture, flags: str) -> tuple[Any, str]:
+    """The entry of a client for a server with these flags, and all that was printed."""
+    assert main(["--extensions-dir", str(extensions), "--export", "client", *flags.split()]) == 0
     out, err = capfd.readouterr()
-    assert json.loads(out) == {"mcpServers": {"apcore-mcp": {"type": kind, "url": url}}}
-    assert "A client starts the server" not in err
+    return json.loads(out)["mcpServers"]["apcore-mcp"], out + err
 
 
-@pytest.mark.parametrize("flag", ["--state-key KEY", "--state-key=KEY", "--state-k KEY"])
+ADDRESSES = {
+    "streamable-http --port 9000": {"type": "http", "url": "http://127.0.0.1:9000/mcp"},
+    "sse --host ::1": {"type": "sse", "url": "http://[::1]:8000/sse"},
+    "streamable-http --host 0.0.0.0 --allowed-hosts x.org": {"type": "http", "url": "http://127.0.0.1:8000/mcp"},
+}
+
+
+@pytest.mark.parametrize("flags", ADDRESSES)
+def test_client_entry_of_an_http_server_is_its_address(extensions: Path, capfd: Capture, flags: str) -> None:
+    entry, printed = entry_for(extensions, capfd, f"--transport {flags}")
+    assert entry == ADDRESSES[flags]
+    assert "A client starts the server" not in printed
+
+
+@pytest.mark.parametrize("flag", ["--state-key ", "--state-key=", "--state-k "])
 def test_client_entry_has_no_secret(extensions: Path, capfd: Capture, flag: str) -> None:
     """It is pasted into files, and what it starts stands in the list of processes."""
-    secret = "hush" * 8
-    flags = ["--stateless", *flag.replace("KEY", secret).split()]
-    assert main(["--extensions-dir", str(extensions), "--export", "client", *flags]) == 0
-    out, err = capfd.readouterr()
-    assert "hush" not in out + err
-    assert json.loads(out)["mcpServers"]["apcore-mcp"]["args"][-1] == "--stateless"
+    entry, printed = entry_for(extensions, capfd, f"--stateless {flag}{'hush' * 8}")
+    assert "hush" not in printed
+    assert entry["args"][-1] == "--stateless"
 
 
-@pytest.mark.parametrize(
-    ("flags", "reasons"),
-    [
-        ("", []),
-        ("--prefix none", ["All 3 modules are left out: by an option, or as said above"]),
-        ("--tags no --read-only", ["All 3 modules are left out: by an option, or as said above"]),
-    ],
-)
-def test_client_entry_comes_with_warnings(
-    extensions: Path, capfd: Capture, caplog: pytest.LogCaptureFixture, flags: str, reasons: list[str]
-) -> None:
+@pytest.mark.parametrize("flags", ["", "--prefix none", "--tags no --read-only"])
+def test_client_entry_comes_with_warnings(extensions: Path, capfd: Capture, caplog: Caplog, flags: str) -> None:
     (extensions / "broken.py").write_text("def broken(:")
-    assert main(["--extensions-dir", str(extensions), "--export", "client", *flags.split()]) == 0
-    assert "mcpServers" in json.loads(capfd.readouterr().out)
+    entry_for(extensions, capfd, flags)
     broken, *others = messages_logged(caplog)
     assert broken.startswith(f"{extensions / 'broken.py'} is left out: SyntaxError: ")
-    assert others == reasons
+    assert others == (["All 3 modules are left out: by an option, or as said above"] if flags else [])
 
 
 # ---- --check ----
@@ -334,39 +322,37 @@ NO_OBJECT = MODULE.format(tag="x") + "    input_schema = {'type': 'string'}\n"
 ODD_NAME = MODULE.format(tag="x") + "    input_schema = {'type': 'object', 'properties': {'a b': {}}}\n"
 TALKS = "import logging\nlogging.getLogger('apcore.x').warning('of apcore')\n" + MODULE.format(tag="x")
 ALL = ["hand.write", "voice.say", "voice.shout"]
+PORTABLE = "--tool-names portable --prefix v --exclude voice.shout"
 
 
-@pytest.mark.parametrize(
-    ("files", "flags", "status", "served", "counts", "warning"),
-    [
-        ({}, "", 0, ALL, "0 left out", None),
-        ({"_help.py": "def help(): pass\n"}, "--tags calm", 0, ["hand.write", "voice.shout"], "0 left out", None),
-        ({}, "--tool-names portable --prefix v --exclude voice.shout", 0, ["voice-say"], "0 left out", None),
-        ({"no.py": "def broken(:"}, "--prefix v", 1, ALL[1:], "1 left out", "no.py is left out: SyntaxError"),
-        ({"no.py": "def broken(:"}, "--prefix v --log-level ERROR", 1, ALL[1:], "1 left out", None),
-        ({"hand/write.py": NO_OBJECT}, "", 1, ALL[1:], "1 left out", "Module hand.write is left out: "),
-        ({"help.py": "def help(): pass\n"}, "", 1, ALL, "0 left out, 1 warned of", "help.py defines no module"),
-        ({"voice/say.py": ODD_NAME}, "", 1, ALL, "0 left out, 1 warned of", "a b"),
-        ({"voice/say.py": TALKS}, "", 1, ALL, "0 left out, 1 warned of", None),
-        ({}, "--prefix none", 1, [], "0 left out", "All 3 modules are left out: by an option, or as said above"),
-    ],
-    ids="fine helper flags file quiet module no-module refused-name apcores-own filters".split(),
-)
-def test_check_lists_what_would_be_served(
-    extensions: Path, capfd: Capture, caplog: pytest.LogCaptureFixture,
-    files: dict[str, str], flags: str, status: int, served: list[str], counts: str, warning: str | None,
-) -> None:  # fmt: skip
-    for name, text in files.items():
-        (extensions / name).write_text(text)
-    assert main(["--extensions-dir", str(extensions), "--check", *flags.split()]) == status
+# A file beside the three, flags, what is served, how the last line ends, and the warnings.
+CHECKED: dict[str, tuple[tuple[str, str], str, list[str], str, list[str]]] = {
+    "fine": (("_help.py", "def help(): pass\n"), "", ALL, "0 left out", []),
+    "tags": (("_help.py", ""), "--tags calm", ["hand.write", "voice.shout"], "0 left out", []),
+    "flags": (("_help.py", ""), PORTABLE, ["voice-say"], "0 left out", []),
+    "file": (("no.py", "def broken(:"), "--prefix v", ALL[1:], "1 left out", ["no.py is left out: SyntaxError"]),
+    "quiet": (("no.py", "def broken(:"), "--prefix v --log-level ERROR", ALL[1:], "1 left out", []),
+    "module": (("hand/write.py", NO_OBJECT), "", ALL[1:], "1 left out", ["Module hand.write is left out: "]),
+    "no module": (("help.py", ""), "", ALL, "0 left out, 1 warned of", ["help.py defines no module"]),
+    "refused name": (("voice/say.py", ODD_NAME), "", ALL, "0 left out, 1 warned of", ["a b"]),
+    "apcore's own": (("voice/say.py", TALKS), "", ALL, "0 left out, 1 warned of", []),
+    "filters": (("_help.py", ""), "--prefix none", [], "0 left out", ["All 3 modules are left out: by an option"]),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_lists_what_would_be_served(extensions: Path, capfd: Capture, caplog: Caplog, name: str) -> None:
+    (file, text), flags, served, counts, warnings = CHECKED[name]
+    (extensions / file).write_text(text)
+    is_fine = served and counts == "0 left out"
+    assert main(["--extensions-dir", str(extensions), "--check", *flags.split()]) == (0 if is_fine else 1)
     tools = "1 tool" if len(served) == 1 else f"{len(served)} tools"
     assert capfd.readouterr().out.splitlines() == [*served, f"{tools} would be served, {counts}"]
-    told = messages_logged(caplog)
-    assert len(told) == (0 if warning is None else 1), told
-    assert warning is None or warning in told[0]
+    for warning, told in zip(warnings, messages_logged(caplog), strict=True):
+        assert warning in told
 
 
-def test_check_of_an_empty_folder_fails(tmp_path: Path, capfd: Capture, caplog: pytest.LogCaptureFixture) -> None:
+def test_check_of_an_empty_folder_fails(tmp_path: Path, capfd: Capture, caplog: Caplog) -> None:
     assert main(["--extensions-dir", str(tmp_path), "--check"]) == 1
     assert capfd.readouterr().out == "0 tools would be served, 0 left out\n"
     assert messages_logged(caplog) == ["No modules registered"]

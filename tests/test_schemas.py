@@ -24,23 +24,27 @@ from pydantic import BaseModel, ConfigDict, Field
 from support import (
     DATA,
     INTEGER,
+    MARK,
     STRING,
+    Caplog,
     check,
     gives,
     listed,
     messages_logged,
     nested,
+    of,
     one,
     subschemas,
     success_text,
     text_of,
+    tool_of,
 )
 
 from apcore_mcp import to_openai_tools
 
 T = TypeVar("T")
-POINT = {"type": "object", "properties": {"x": INTEGER}, "required": ["x"]}
-TO_POINT = {"$ref": "#/$defs/Point"}
+POINT = of(x=INTEGER) | {"required": ["x"]}
+TO_POINT, TO_ROOT, TO_A = {"$ref": "#/$defs/Point"}, {"$ref": "#"}, {"$ref": "#/$defs/A"}
 NEVER: dict[str, Any] = {"not": {}}
 LATEST, DRAFT_7 = "https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"
 
@@ -68,23 +72,20 @@ def again(name: str, where: str = "above") -> dict[str, Any]:
     return {"type": "object", "description": f"another {name}, as {where}", "properties": {}}
 
 
-EMPTY = {"type": "object", "properties": {}}
+EMPTY = of()
 AROUND = {"prefixItems": [TO_POINT, STRING], "items": TO_POINT, "anyOf": [STRING, TO_POINT], "oneOf": [TO_POINT]}
 AROUND |= {"if": TO_POINT, "then": {"not": TO_POINT}, "else": {"contains": TO_POINT}, "allOf": [TO_POINT]}
 AROUND |= {"additionalProperties": TO_POINT, "patternProperties": {"^a": TO_POINT}, "propertyNames": TO_POINT}
 AS_DATA = {"enum": [TO_POINT], "const": {"$ref": "#"}, "default": {"a": TO_POINT}, "examples": [TO_POINT]}
 OF_A = {"$defs": {"A": {**INTEGER, "description": "of A", "title": "A"}}}
-SIMPLE = one(STRING)
+SIMPLE, TITLED = one(STRING), one(STRING, title="T", required=["p"])
 NAMES = "type properties required items anyOf enum discriminator format default not".split()
-KEYWORDS = {"type": "object", "properties": dict.fromkeys(NAMES, one(INTEGER)), "required": NAMES}
+KEYWORDS = of(**dict.fromkeys(NAMES, one(INTEGER))) | {"required": NAMES}
 CONVERTED = {
     "empty": ({}, EMPTY),
     "nothing-but-definitions": ({"$defs": {"A": INTEGER}}, EMPTY),
     "no-type": ({"properties": {"p": STRING}}, SIMPLE),
-    "title-and-required-kept": (
-        one(STRING, title="T", required=["p"], definitions={"A": INTEGER}),
-        one(STRING, title="T", required=["p"]),
-    ),
+    "title-and-required-kept": (TITLED | {"definitions": {"A": INTEGER}}, TITLED),
     "property": (pointed(TO_POINT), one(POINT)),
     "every-keyword": (pointed(AROUND), written_out(one(AROUND))),
     "discriminator": (  # it belongs to OpenAPI, and its mapping names what is gone
@@ -92,23 +93,17 @@ CONVERTED = {
         one({"oneOf": [POINT]}),
     ),
     "nested-references": (
-        one({"$ref": "#/$defs/A"}, **{"$defs": {"A": one({"items": {"$ref": "#/$defs/B"}}), "B": INTEGER}}),
+        one(TO_A, **{"$defs": {"A": one({"items": {"$ref": "#/$defs/B"}}), "B": INTEGER}}),
         one(one({"items": INTEGER})),
     ),
-    "into-itself": (one({"$ref": "#/$defs/A"}, **CYCLE), one(one({"items": again("A")}))),
+    "into-itself": (one(TO_A, **CYCLE), one(one({"items": again("A")}))),
     "into-its-root": (one({"anyOf": [{"$ref": "#"}, STRING]}), one({"anyOf": [again("object", "the whole"), STRING]})),
-    "narrowing-where-it-is-cut": (
-        one({"$ref": "#"}, **{"not": {"required": ["q"]}}),
-        one(again("object", "the whole")),
-    ),
+    "narrowing-where-it-is-cut": (one(TO_ROOT, **{"not": {"required": ["q"]}}), one(again("object", "the whole"))),
     "a-property-inside-itself": (one(one({"$ref": "#/properties/p"})), one(one(one(again("p"))))),
     "legacy-definitions": (one({"$ref": "#/definitions/A"}, definitions={"A": INTEGER}), one(INTEGER)),
     "root-reference": ({"$ref": "#/$defs/Root", "$defs": {"Root": SIMPLE}}, SIMPLE),
     "into-a-definition": (pointed({"$ref": "#/$defs/Point/properties/x"}), one(INTEGER)),
-    "to-a-property": (
-        {"type": "object", "properties": {"a": INTEGER, "b": {"$ref": "#/properties/a"}}},
-        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}},
-    ),
+    "to-a-property": (of(a=INTEGER, b={"$ref": "#/properties/a"}), of(a=INTEGER, b=INTEGER)),
     "percent-escaped": (one({"$ref": "#/$defs/My%20%5BInt%5D"}, **{"$defs": {"My [Int]": INTEGER}}), one(INTEGER)),
     "tilde-escaped": (one({"$ref": "#/$defs/a~1b~0c"}, **{"$defs": {"a/b~c": INTEGER}}), one(INTEGER)),
     "annotations-beside-a-reference-win": (
@@ -118,7 +113,7 @@ CONVERTED = {
     "reference-as-data": (pointed(AS_DATA), one(AS_DATA)),
     "properties-called-like-keywords": (
         {"properties": {"$ref": TO_POINT, "$defs": TO_POINT, "definitions": one(INTEGER)}, "$defs": {"Point": POINT}},
-        {"type": "object", "properties": {"$ref": POINT, "$defs": POINT, "definitions": one(INTEGER)}},
+        of(**{"$ref": POINT, "$defs": POINT, "definitions": one(INTEGER)}),
     ),
     "required-properties-called-like-keywords": (one(KEYWORDS), one(KEYWORDS)),
     "32-references-deep": (chain(32), one(nested(31))),
@@ -212,19 +207,19 @@ DEEPER = {**CHAIN, **AGAIN, "$defs": {**CHAIN["$defs"], "In": one({"$ref": "#/$d
 WIDER = {f"p{n}": {"$ref": "#/$defs/Big"} for n in range(51)}
 BIG = {"Big": {"properties": {f"p{n}": {} for n in range(1_000)}}}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
-CIRCULAR = {"type": "object", "properties": {"p": {"$ref": "#/$defs/A"}, "key": {"x-sensitive": True}}, **CYCLE}
-LIST = {"$defs": {"A": {"type": "array", "items": {"$ref": "#/$defs/A"}}}}
+CIRCULAR = {**of(p=TO_A, key=MARK), **CYCLE}
+LIST = {"$defs": {"A": {"type": "array", "items": TO_A}}}
 REFUSED = {
     "circular-and-marked": (CIRCULAR, "A -> B -> A"),
-    "marked-elsewhere": (one({"$ref": "#"}, **{"$defs": {"Unused": one({"x-sensitive": True})}}), "# -> #"),
-    "list-of-nothing-but-itself": (one({"$ref": "#/$defs/A"}, **LIST), "A -> A"),
-    "circular-or-null": (one({"$ref": "#"}, type=["object", "null"]), "# -> #"),
+    "marked-elsewhere": (one(TO_ROOT, **{"$defs": {"Unused": one(MARK)}}), "# -> #"),
+    "list-of-nothing-but-itself": (one(TO_A, **LIST), "A -> A"),
+    "circular-or-null": (one(TO_ROOT, type=["object", "null"]), "# -> #"),
     "missing-definition": (one({"$ref": "#/$defs/Missing"}), "definition Missing is missing"),
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
     "33-references-deep-where-it-is-used-again": (DEEPER, "32"),
-    "1001-schemas-51-times": ({"type": "object", "properties": WIDER, "$defs": BIG}, "50000 nodes"),
-    "50001-schemas": ({"type": "object", "properties": {f"p{n}": {} for n in range(50_000)}}, "50000 nodes"),
+    "1001-schemas-51-times": ({**of(**WIDER), "$defs": BIG}, "50000 nodes"),
+    "50001-schemas": (of(*(f"p{n}" for n in range(50_000))), "50000 nodes"),
     # Written out these are a thousand million schemas: whoever tries will not come back.
     "bomb": (one({"$ref": "#/$defs/L0"}, **{"$defs": {**BOMB, "L30": STRING}}), "50000 nodes"),
     "5000-levels-of-properties": (nested(5_000), ""),
@@ -243,9 +238,7 @@ REFUSED = {
 
 @pytest.mark.requirement("FR-SCHEMA-003")
 @pytest.mark.parametrize(("schema", "word"), REFUSED.values(), ids=REFUSED)
-def test_a_refused_module_is_left_out_with_one_warning_that_names_it(
-    schema: dict[str, Any], word: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_module_is_left_out_with_one_warning(schema: dict[str, Any], word: str, caplog: Caplog) -> None:
     bad = FunctionalModule(echo, input_schema=schema)
     tools = to_openai_tools(registry_of({"good.one": echo, "bad.module": bad, "good.two": echo}))
     assert [tool["function"]["name"] for tool in tools] == ["good-one", "good-two"]
@@ -259,7 +252,7 @@ class Greeting(BaseModel):
     name: str = Field(pattern=r"^\p{L}+$")
 
 
-def test_a_module_with_an_illegal_schema_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_with_an_illegal_schema_is_left_out_by_name(caplog: Caplog) -> None:
     """One client in three loses its whole list by one of them. What pydantic writes of a model, it can read."""
     modules: dict[str, Any] = {"good.one": FunctionalModule(echo, input_schema=Greeting)}
     words: dict[str, str] = {}
@@ -278,18 +271,14 @@ def test_a_module_with_an_illegal_schema_is_left_out_by_name(caplog: pytest.LogC
 
 @pytest.mark.parametrize(
     ("default", "kept"),
-    [(math.inf, None), ([math.nan], None), (object(), None), (datetime.date(2026, 1, 2), "2026-01-02"), ((1,), [1])],
+    [(math.inf, None), ([math.nan], None), (object(), None), (datetime.date(2026, 1, 2), "2026-01-02"), ((1,), [1])]
+    + [(text, text) for text in ("x,NaN", "see [Infinity", ':-Infinity "x-sensitive":true')],
 )
 def test_a_default_that_json_cannot_say_is_dropped_and_not_the_module(default: Any, kept: Any) -> None:
-    registry = registry_of({"t.m": FunctionalModule(echo, input_schema=one({"title": "D", "default": default}))})
-    said = {"title": "D"} if kept is None else {"title": "D", "default": kept}
-    assert to_openai_tools(registry)[0]["function"]["parameters"] == one(said)
-
-
-@pytest.mark.parametrize("text", ["x,NaN", "see [Infinity", ':-Infinity "x-sensitive":true'])
-def test_a_text_that_looks_like_what_json_cannot_say_costs_no_example(text: str) -> None:
-    field = {"type": "string", "description": f"Such as ,Infinity or {text}", "default": text, "examples": [text]}
-    assert check(one(field))["properties"]["p"] == field
+    field = {"title": "D", "description": f"Such as {kept}"}
+    schema = one({**field, "default": default, "examples": [default]})
+    said = field if kept is None else {**field, "default": kept, "examples": [kept]}
+    assert tool_of(FunctionalModule(echo, input_schema=schema)).input_schema == one(said)
 
 
 def test_a_schema_that_holds_itself_costs_its_module_alone() -> None:
@@ -316,7 +305,7 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> No
 
 
 @pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
-async def test_a_circular_module_is_left_out_once_and_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_circular_module_is_left_out_once_and_alone(caplog: Caplog) -> None:
     modules = {"m.a": echo, "m.circular": FunctionalModule(echo, input_schema=CIRCULAR), "m.b": echo}
     async with connect(modules) as client:
         for _ in range(2):
@@ -348,7 +337,7 @@ OUTPUTS = {
     "array": ({"type": "array", "items": STRING}, None),
     "string": (STRING, None),
     "union_without_object": ({"anyOf": [STRING, {"type": "null"}]}, None),
-    "object": (one(STRING, title="T", required=["p"]), one(STRING, title="T", required=["p"])),
+    "object": (TITLED, TITLED),
     "no_type": ({"properties": {"p": STRING}}, SIMPLE),
     "closed": (one(STRING, additionalProperties=False), SIMPLE),
     "booleans": (one({"anyOf": [True, False]}), one({"anyOf": [{}, {}]})),
@@ -357,17 +346,11 @@ OUTPUTS = {
     "dialect": (one(STRING, **{"$schema": LATEST}), SIMPLE),
     "limits": (one({**STRING, "format": "date", "formatMinimum": "2020-01-01"}), SIMPLE),
     "references": (pointed({"items": TO_POINT}), one({"items": POINT})),
-    "formats": (
-        {"type": "object", "properties": FORMATS}, {"type": "object", "properties": dict.fromkeys(FORMATS, STRING)},
-    ),
+    "formats": (of(**FORMATS), of(**dict.fromkeys(FORMATS, STRING))),
     "tuple": (one({"prefixItems": [INTEGER], "items": STRING}), one({"prefixItems": [INTEGER], "items": {}})),
     "property_called_format": (one(ODD), one(ODD)),
-}  # fmt: skip
-
-
-KEYED = {**STRING, "x-sensitive": True}
-
-
+}
+KEYED = {**STRING, **MARK}
 SECRETS = {
     "itself": one({**KEYED, "default": "S3CR3T", "example": "S3CR3T", "examples": ["S3CR3T"]}),
     "in-a-variant": one({"anyOf": [KEYED, {"type": "null"}], "default": "S3CR3T"}),
@@ -380,7 +363,7 @@ SECRETS = {
 @pytest.mark.parametrize("schema", SECRETS.values(), ids=SECRETS)
 async def test_what_else_a_marked_value_may_be_is_never_listed(schema: dict[str, Any]) -> None:
     """A default may come from the environment of the server."""
-    plain = {"type": "object", "properties": {**schema["properties"], "q": {**STRING, "default": "shown"}}}
+    plain = of(**schema["properties"], q={**STRING, "default": "shown"})
     registry = registry_of({"t.key": FunctionalModule(echo, input_schema={**schema, **plain}, output_schema=schema)})
     async with connect(registry) as client:
         shown = (await client.list_tools()).model_dump_json(by_alias=True) + json.dumps(to_openai_tools(registry))
@@ -417,10 +400,9 @@ MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1, "b": "c"}, 
 
 async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_module_returns() -> None:
     """TypeScript clients compile each of them with the `u` flag when they list, and lose every tool by one failure."""
-    declared = {"type": "object", "properties": PATTERNS, "required": [*PATTERNS]}
+    declared = of(**PATTERNS) | {"required": [*PATTERNS]}
     assert Draft202012Validator(declared).is_valid(MATCHING)
-    module = FunctionalModule(lambda inputs, context: MATCHING, input_schema=declared, output_schema=declared)
-    async with connect({"m.a": module}) as client:
+    async with connect({"m.a": gives(MATCHING, input_schema=declared, output_schema=declared)}) as client:
         (tool,) = (await client.list_tools()).tools
         result = await client.call_tool("m.a", MATCHING)
     assert tool.input_schema == check(declared), "inputs keep their patterns"
@@ -431,13 +413,11 @@ async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_modul
     assert [node for node in subschemas(tool.output_schema) if node.keys() & unwanted] == []
 
 
-@pytest.mark.parametrize(("sensitive", "redact_output"), [(False, True), (True, False), (True, True)])
-async def test_a_recursive_output_schema_costs_a_tool_its_output_schema_only(
-    sensitive: bool, redact_output: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    tree = one({"$ref": "#"}, **({"x-sensitive": True} if sensitive else {}))
+@pytest.mark.parametrize(("sensitive", "redacts"), [(False, True), (True, False), (True, True)])
+async def test_a_recursive_output_schema_costs_itself_only(sensitive: bool, redacts: bool, caplog: Caplog) -> None:
+    tree = one(TO_ROOT, **(MARK if sensitive else {}))
     modules = {"m.tree": gives({"p": {"p": {}}}, output_schema=tree), "m.a": echo}
-    async with connect(modules, redact_output=redact_output) as client:
+    async with connect(modules, redact_output=redacts) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         result = await client.call_tool("m.tree", {})
     (warning,) = messages_logged(caplog)
@@ -495,7 +475,7 @@ TREE: dict[str, Any] = {"name": STRING, "branches": {"type": "array", "items": {
 @pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_every_depth_is_checked_of_a_model_that_contains_itself(validate_inputs: bool) -> None:
     both = FunctionalModule(echo, input_schema=Tree, output_schema=Tree)
-    modules = {"t.model": both, "t.dict": FunctionalModule(echo, input_schema={"type": "object", "properties": TREE})}
+    modules = {"t.model": both, "t.dict": FunctionalModule(echo, input_schema=of(**TREE))}
     modules["t.function"] = FunctionModule(plant, "t.function")
     async with connect(modules, validate_inputs=validate_inputs) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
@@ -513,7 +493,7 @@ async def test_every_depth_is_checked_of_a_model_that_contains_itself(validate_i
     assert tools["t.function"].input_schema["properties"]["tree"]["properties"]["branches"] == branches
 
 
-def test_a_filter_that_nests_accepts_what_its_model_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_filter_that_nests_accepts_what_its_model_does(caplog: Caplog) -> None:
     """Its kinds would multiply; and what fits one kind fits any object, so that no schema may ask for exactly one."""
     where = {"kind": "where", "field": "a"}
     nested_filter = {"kind": "both", "of": [where, {"kind": "either", "of": [where, {"kind": "both", "of": [where]}]}]}

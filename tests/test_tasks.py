@@ -55,7 +55,6 @@ ADA = {"action": "accept", "content": {"name": "Ada"}}
 
 
 def long(execute: Any, **attributes: Any) -> FunctionalModule:
-    """A module that is marked as long."""
     return FunctionalModule(execute, **{"annotations": LONG, **attributes})
 
 
