@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
+import gc
+import inspect
 import json
 import logging
 import os
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import date
 from typing import Any
@@ -40,6 +44,7 @@ from conftest import (
     registry_of,
     serving,
     stdio,
+    with_clock,
 )
 from jsonschema import Draft202012Validator
 from mcp.client import Client
@@ -199,6 +204,19 @@ LOGGER = logging.getLogger("apcore_mcp")
 
 def _run_async_serve(source: Any, **options: Any) -> None:
     asyncio.run(async_serve(source, **options).__aenter__())
+
+
+def on_clock(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run an async test whose server and client share a loop with a `clock` that it may put forward."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        with_clock(lambda clock: test(clock=clock, **fixtures))
+
+    signature = inspect.signature(test)
+    fixtures = [each for name, each in signature.parameters.items() if name != "clock"]
+    vars(run)["__signature__"] = signature.replace(parameters=fixtures)
+    return run
 
 
 every_door = pytest.mark.parametrize("door", [serve, MCPServer, _run_async_serve])
@@ -445,6 +463,20 @@ def clog(url: str, tool: str = "big") -> socket.socket:
         assert httpx.post(endpoint, json=sent, trust_env=False).status_code == 202
         read_until(answered)
     return clogged
+
+
+@contextlib.asynccontextmanager
+async def keeping_little(client: Any) -> AsyncIterator[None]:
+    """Fails when more than 4 MB are kept of what was asked meanwhile."""
+    tracemalloc.start()
+    try:
+        yield
+        await client.list_tools()  # by then the server is done with what it has answered
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 4_000_000
 
 
 class CountingRegistry(Registry):

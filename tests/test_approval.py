@@ -8,7 +8,6 @@ import gc
 import inspect
 import io
 import json
-import queue
 import re
 import threading
 import time
@@ -27,7 +26,7 @@ from apcore.approval import ApprovalRequest, ApprovalResult, AutoApproveHandler
 from apcore.builtin_steps import BuiltinApprovalGate, build_standard_strategy
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ApprovalDeniedError
-from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, registry_of, serving
+from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp import MCPError
 from mcp.client import Client
 from mcp.server.request_state import AESGCMRequestStateCodec
@@ -89,10 +88,17 @@ async def outcome_of(client: Client, name: str, arguments: dict[str, Any] | None
         return error.error.code, error.error.data
 
 
-def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
-    """An Executor of one module that needs approval, and its runs."""
-    ran: list[dict[str, Any]] = []
-    return Executor(registry_of({"wipe": guarded(ran)}), **options), ran
+Runs = list[dict[str, Any]]
+
+
+@pytest.fixture
+def ran() -> Runs:
+    """The arguments of each run of the modules that are `guarded(ran)`."""
+    return []
+
+
+def wiping(ran: Runs, **options: Any) -> Executor:
+    return Executor(registry_of({"wipe": guarded(ran)}), **options)
 
 
 # ---- Who decides ----
@@ -110,8 +116,8 @@ def wiping(**options: Any) -> tuple[Executor, list[dict[str, Any]]]:
     ],
     ids=["auto", "require", "deny", "off", "default"],
 )
-async def test_mode_and_user_decide(mode: str, options: Any, expected: dict[str, str], caplog: Caplog) -> None:
-    executor, ran = wiping()
+async def test_mode_and_user_decide(mode: str, options: Any, expected: Any, caplog: Caplog, ran: Runs) -> None:
+    executor = wiping(ran)
     with serving(executor, **options) as url:
         for user, happens in expected.items():
             ran.clear()
@@ -140,7 +146,7 @@ TOGGLE = "system.control.toggle_feature"
 def controlled(**options: Any) -> APCore:
     """An application whose own control modules are registered, and a module `echo`."""
     client = APCore(config=Config({"sys_modules": {"enabled": True, "events": {"enabled": True}}}), **options)
-    client.registry.register("echo", FunctionalModule(lambda inputs, context: inputs))
+    client.registry.register("echo", FunctionalModule(echo))
     return client
 
 
@@ -195,8 +201,8 @@ class Judge:
         return ApprovalResult(status="approved")
 
 
-async def test_a_handler_decides_and_its_reasons_stay_here() -> None:
-    (executor, ran), judge = wiping(), Judge("approved")
+async def test_a_handler_decides_and_its_reasons_stay_here(ran: Runs) -> None:
+    executor, judge = wiping(ran), Judge("approved")
     arguments, asked = asking(REFUSE)
     async with connect(executor, client=arguments, approval=judge) as client:
         assert await outcome_of(client, "wipe", {"disk": "a"}) == RAN
@@ -210,34 +216,34 @@ async def test_a_handler_decides_and_its_reasons_stay_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("approval", "handler", "user", "runs", "asks"),
+    ("approval", "handler", "user", "happens"),
     [
-        ("require", AutoApproveHandler(), "no", 1, 0),
-        ("off", Judge("rejected"), "yes", 0, 0),
-        ("off", ElicitationApprovalHandler(), "yes", 1, 1),
-        ("off", ElicitationApprovalHandler(), "cannot", 0, 0),
+        ("require", AutoApproveHandler(), "no", "runs"),
+        ("off", Judge("rejected"), "yes", ""),
+        ("off", ElicitationApprovalHandler(), "yes", "asked, runs"),
+        ("off", ElicitationApprovalHandler(), "cannot", ""),
     ],
 )
-async def test_an_executor_keeps_its_own_handler(approval: str, handler: Any, user: str, runs: int, asks: int) -> None:
+async def test_an_executor_keeps_its_handler(approval: str, handler: Any, user: str, happens: str, ran: Runs) -> None:
     """Also where that is the one that asks the user, of a server or of nobody."""
-    executor, ran = wiping(approval_handler=handler)
+    executor = wiping(ran, approval_handler=handler)
     arguments, asked = asking(EVERYONE[user])
     async with connect(executor, client=arguments, approval=approval) as client:
         await outcome_of(client, "wipe")
-    assert (len(ran), len(asked)) == (runs, asks)
+    assert (len(ran), len(asked)) == ("runs" in happens, "asked" in happens)
     if isinstance(handler, ElicitationApprovalHandler):
         with pytest.raises(ApprovalDeniedError):
             await executor.call_async("wipe", {})
 
 
 def test_deny_beside_an_own_handler_is_refused() -> None:
-    executor, _ = wiping(approval_handler=AutoApproveHandler())
+    executor = wiping([], approval_handler=AutoApproveHandler())
     with pytest.raises(ValueError, match="approval='deny' would deny nothing"):
         MCPServer(executor, approval="deny")
 
 
-async def test_a_clients_approval_token_is_no_answer() -> None:
-    executor, ran = wiping()
+async def test_a_clients_approval_token_is_no_answer(ran: Runs) -> None:
+    executor = wiping(ran)
     async with connect(executor, client=asking(REFUSE)[0]) as client:
         for token in ("token", "", 7, None):
             assert await outcome_of(client, "wipe", {"_approval_token": token}) != RAN
@@ -254,8 +260,8 @@ def test_a_lacking_capability_is_a_bad_request() -> None:
 
 
 @pytest.mark.parametrize(("first", "runs"), [("deny", 0), ("auto", 1), (AutoApproveHandler(), 1)])
-async def test_each_server_decides_about_its_own_calls(first: Any, runs: int) -> None:
-    executor, ran = wiping()
+async def test_each_server_decides_about_its_own_calls(first: Any, runs: int, ran: Runs) -> None:
+    executor = wiping(ran)
     async with connect(executor, approval="deny") as second:
         async with connect(executor, approval=first) as client:
             assert await outcome_of(second, "wipe") == DENIED
@@ -273,7 +279,7 @@ class Wipe(BaseModel):
 WRONG = {"disk": ["sda"], "passes": 0}
 
 
-def nested(ran: list[dict[str, Any]]) -> Executor:
+def nested(ran: Runs) -> Executor:
     """An Executor of `wipe`, and of modules that pass it on: with their context, without, from a thread."""
     executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe), "below": calls("wipe")}))
 
@@ -292,9 +298,8 @@ def nested(ran: list[dict[str, Any]]) -> Executor:
 
 
 @pytest.mark.parametrize(("approval", "told"), [("deny", DENIED), ("auto", RAN)])
-async def test_whatever_a_module_calls_needs_approval(approval: str, told: str) -> None:
+async def test_whatever_a_module_calls_needs_approval(approval: str, told: str, ran: Runs) -> None:
     """Once it is known that its arguments are valid."""
-    ran: list[dict[str, Any]] = []
     arguments, asked = asking(APPROVE)
     async with hosted(nested(ran), user=arguments, approval=approval) as client:
         ways = ["below", "alone", "sync"] + (["bare"] if approval == "deny" else [])  # it blocks the loop
@@ -305,27 +310,23 @@ async def test_whatever_a_module_calls_needs_approval(approval: str, told: str) 
             assert len(ran) == len(asked) == (number if told == RAN else 0)
 
 
-@contextlib.contextmanager
-def refused(outcomes: queue.Queue[bool]) -> Iterator[None]:
-    try:
-        yield
-        outcomes.put(False)
-    except (ApprovalDeniedError, ExecutionCancelledError):
-        outcomes.put(True)
+def refused() -> Any:
+    return pytest.raises((ApprovalDeniedError, ExecutionCancelledError))
 
 
 @pytest.mark.parametrize("user", ["yes", "cannot"])
-async def test_what_outlives_its_call_is_refused(mode: str, user: str) -> None:
+async def test_what_outlives_its_call_is_refused(mode: str, user: str, ran: Runs) -> None:
     """A task that is left behind, a thread past its timeout: nobody can be asked, and that does not make it run."""
-    executor, ran = wiping(config=Config(data={"executor": {"default_timeout": 50}}))
-    answered, outcomes = threading.Event(), queue.Queue[bool]()
+    executor = wiping(ran, config=Config(data={"executor": {"default_timeout": 50}}))
+    answered, refusals = threading.Event(), threading.Semaphore(0)
     left: list[asyncio.Task[None]] = []
 
     async def later() -> None:
         await asyncio.to_thread(answered.wait, 10)
         gc.collect()
-        with refused(outcomes):
+        with refused():
             await executor.call_async("wipe", {})
+        refusals.release()
 
     async def leave(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         left.append(asyncio.create_task(later()))
@@ -334,8 +335,9 @@ async def test_what_outlives_its_call_is_refused(mode: str, user: str) -> None:
     def slow(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         answered.wait(10)
         for further in ((context,), ()):  # with its context and without
-            with refused(outcomes):
+            with refused():
                 executor.call("wipe", {}, *further)
+            refusals.release()
         return {}
 
     executor.registry.register("leave", FunctionalModule(leave))
@@ -346,13 +348,13 @@ async def test_what_outlives_its_call_is_refused(mode: str, user: str) -> None:
         assert "timed out" in await outcome_of(client, "slow")
         answered.set()
         for _ in range(3):
-            assert await asyncio.to_thread(outcomes.get, timeout=10), "it has run"
+            assert await asyncio.to_thread(refusals.acquire, timeout=10), "it has run"
     assert (ran, asked) == ([], [])
 
 
-async def test_who_could_be_asked_is_not_let_through() -> None:
+async def test_who_could_be_asked_is_not_let_through(ran: Runs) -> None:
     """The capabilities of the request count that a call answers: here the retry, which brings an answer."""
-    executor, ran = wiping()
+    executor = wiping(ran)
 
     async def twice(inputs: dict[str, Any], context: Any) -> Any:
         await elicit(context, "Which one?", key="which")
@@ -368,9 +370,9 @@ async def test_who_could_be_asked_is_not_let_through() -> None:
 
 
 @pytest.mark.parametrize(("user", "told"), [("yes", RAN), ("no", DENIED), ("cannot", LACKS_ELICITATION)])
-async def test_auto_obeys_a_strict_policy_and_a_handler(user: str, told: Any) -> None:
+async def test_auto_obeys_a_strict_policy_and_a_handler(user: str, told: Any, ran: Runs) -> None:
     """Both set while the server runs. It is the handler of the Executor meanwhile, and not after its end."""
-    executor, ran = wiping()
+    executor = wiping(ran)
     async with connect(executor, client=asking(EVERYONE[user])[0], approval="auto") as client:
         executor.set_policy(ExecutionPolicy(strict=True))
         assert await outcome_of(client, "wipe") == told
@@ -406,9 +408,8 @@ async def test_a_users_own_gate_stays_in_place() -> None:
 
 
 @pytest.mark.parametrize(("schema", "validate_inputs"), [(Wipe, False), (Wipe.model_json_schema(), True)])
-async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inputs: bool) -> None:
+async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inputs: bool, ran: Runs) -> None:
     """Neither the user nor a handler of the server's; and the caller is told what is wrong as ever."""
-    ran: list[dict[str, Any]] = []
     plain, gated = guarded(ran, input_schema=schema, annotations=None), guarded(ran, input_schema=schema)
     judge = Judge("approved")
     arguments, asked = asking(APPROVE)
@@ -711,8 +712,7 @@ PYTHON = {  # what another module passes, and what is shown of it
 }
 
 
-async def test_a_question_uses_up_no_value() -> None:
-    ran: list[dict[str, Any]] = []
+async def test_a_question_uses_up_no_value(ran: Runs) -> None:
     given = {name: value for name, (value, _) in PYTHON.items()}
 
     arguments, asked = asking(APPROVE)
@@ -732,9 +732,8 @@ class Box(BaseModel):
 
 
 @pytest.mark.parametrize("handler", [ElicitationApprovalHandler(), AutoApproveHandler()])
-async def test_a_module_that_is_no_tool_is_asked_about(handler: Any) -> None:
+async def test_a_module_that_is_no_tool_is_asked_about(handler: Any, ran: Runs) -> None:
     """Its schema refers to itself, and what it marks could stand anywhere."""
-    ran: list[dict[str, Any]] = []
     box = {"name": "red", "pin": "s3cret", "boxes": [{"name": "small", "pin": "s3cret"}]}
     modules = {"empty": guarded(ran, input_schema=Box), "tidy": calls("empty", **box)}
     arguments, asked = asking(APPROVE)
@@ -755,7 +754,7 @@ async def test_a_question_hides_what_the_module_marks_that_runs() -> None:
         return await other.call_async("pay", {"pin": "s3cret"})
 
     arguments, asked = asking(APPROVE)
-    async with connect({"pay": lambda inputs, context: inputs, "shop": shop}, client=arguments) as client:
+    async with connect({"pay": echo, "shop": shop}, client=arguments) as client:
         assert await outcome_of(client, "shop") == RAN
     assert len(asked) == 1
     assert "s3cret" not in str(asked)
@@ -765,7 +764,7 @@ def test_no_caller_takes_the_questions_of_another() -> None:
     """Those who have no name are one."""
     params = {"name": "wipe", "arguments": {"text": "x" * (2**17 - 100)}}  # half of what a caller has room for
     params["_meta"] = CAN_BE_ASKED
-    with serving(wiping()[0], middleware=LOGIN) as url:
+    with serving(wiping([]), middleware=LOGIN) as url:
         for user in ("alice", "", "bob"):
             sent = modern("tools/call", params, x_user=user or None)
             answers = [httpx.post(f"{url}/mcp", **sent).json() for _ in range(3)]
@@ -779,7 +778,7 @@ KEY = "a secret that all servers know, " * 2
 YES: dict[str, Any] = {"approval": APPROVE}
 
 
-def replica(ran: list[dict[str, Any]], **options: Any) -> contextlib.AbstractContextManager[str]:
+def replica(ran: Runs, **options: Any) -> contextlib.AbstractContextManager[str]:
     """One of several servers that share nothing but a key."""
     executor = nested(ran)
     executor.registry.register("burn", guarded(ran))
@@ -793,9 +792,8 @@ async def wire_of(url: str, user: Any = APPROVE, mode: str = MODERN) -> AsyncIte
         yield Wire(client)
 
 
-async def test_any_server_with_the_key_begins_the_call() -> None:
+async def test_any_server_with_the_key_begins_the_call(ran: Runs) -> None:
     """Also one that is started after the question, as in a rolling restart; and each question is for one call."""
-    ran: list[dict[str, Any]] = []
     there: list[dict[str, Any]] = []
     for call in (("wipe", {"disk": "a"}), ("call_tool", {"name": "wipe", "arguments": {"disk": "a"}})):
         there.clear()
@@ -813,8 +811,7 @@ async def test_any_server_with_the_key_begins_the_call() -> None:
                 assert question_again == question, "a retry without an answer is asked again"
 
 
-async def test_whatever_is_no_yes_is_a_no() -> None:
-    ran: list[dict[str, Any]] = []
+async def test_whatever_is_no_yes_is_a_no(ran: Runs) -> None:
     refusals = [REFUSE, DECLINE, ElicitResult(action="cancel", content={"approve": True}), accept(approve="yes")]
     odd = [accept(), accept(approve=1), accept(approve=["true"]), ListRootsResult(roots=[])]
     with replica(ran) as url:
@@ -832,8 +829,7 @@ def aged(state: str, **claims: Any) -> str:
     return codec.seal(json.dumps({**json.loads(codec.unseal(state)), **claims}).encode())
 
 
-async def test_only_its_own_state_begins_a_call() -> None:
-    ran: list[dict[str, Any]] = []
+async def test_only_its_own_state_begins_a_call(ran: Runs) -> None:
     kept = serving(registry_of({"burn": ask}))
     with replica(ran) as url, replica(ran, state_key="x" * 32) as of_others, kept as with_sessions:
         async with wire_of(url) as wire, wire_of(of_others) as foreign, wire_of(with_sessions) as keeping:
@@ -859,9 +855,8 @@ async def test_only_its_own_state_begins_a_call() -> None:
     assert ran == []
 
 
-def test_only_who_was_asked_brings_the_answer() -> None:
+def test_only_who_was_asked_brings_the_answer(ran: Runs) -> None:
     """Callers as any middleware finds them out, not only the SDK's for tokens."""
-    ran: list[dict[str, Any]] = []
     params: dict[str, Any] = {"name": "burn", "arguments": {}, "_meta": CAN_BE_ASKED}
 
     def post(url: str, user: str, **retry: Any) -> Any:
@@ -877,9 +872,8 @@ def test_only_who_was_asked_brings_the_answer() -> None:
 
 
 @pytest.mark.parametrize("approval", ["require", "auto"])
-async def test_without_state_nested_calls_are_refused(approval: str) -> None:
+async def test_without_state_nested_calls_are_refused(approval: str, ran: Runs) -> None:
     """And none is let through: who made the call could be asked."""
-    ran: list[dict[str, Any]] = []
     with replica(ran, approval=approval) as url:
         arguments, asked = asking(APPROVE)
         async with client_of(url, **arguments) as client:
@@ -889,9 +883,8 @@ async def test_without_state_nested_calls_are_refused(approval: str) -> None:
     assert (ran, asked) == ([], [])
 
 
-async def test_who_cannot_be_asked_is_told_so() -> None:
+async def test_who_cannot_be_asked_is_told_so(ran: Runs) -> None:
     """A client without elicitation, and one of the handshake versions, to which no answer could come back."""
-    ran: list[dict[str, Any]] = []
     with replica(ran) as url, replica(ran, approval="auto") as lenient:
         for user, mode, told in ((None, MODERN, LACKS_ELICITATION), (APPROVE, HANDSHAKE, UNASKED)):
             async with wire_of(url, user, mode) as wire, wire_of(lenient, user, mode) as let_through:
@@ -901,9 +894,8 @@ async def test_who_cannot_be_asked_is_told_so() -> None:
                 ran.clear()
 
 
-async def test_a_retry_that_declares_less_is_not_let_through() -> None:
+async def test_a_retry_that_declares_less_is_not_let_through(ran: Runs) -> None:
     """Under `auto`, too: the state says that the client could be asked, whatever it says of itself now."""
-    ran: list[dict[str, Any]] = []
     with replica(ran, approval="auto") as url:
         async with wire_of(url) as wire, wire_of(url, None) as unable:
             for answers in ({}, {"input_responses": {"approval": DECLINE}}, {"input_responses": YES}):
@@ -913,7 +905,7 @@ async def test_a_retry_that_declares_less_is_not_let_through() -> None:
     assert ran == []
 
 
-async def test_arguments_and_acl_are_checked_before_each_round() -> None:
+async def test_arguments_and_acl_are_checked_before_each_round(ran: Runs) -> None:
     """And no middleware takes the question for a failure that it might recover from."""
     seen: list[str] = []
 
@@ -922,7 +914,6 @@ async def test_arguments_and_acl_are_checked_before_each_round() -> None:
             seen.append(type(error).__name__)
             return {"recovered": True}
 
-    ran: list[dict[str, Any]] = []
     acl = ACL(rules=[], default_effect="allow")
     executor = Executor(registry_of({"wipe": guarded(ran, input_schema=Wipe)}), acl=acl, middlewares=[Recover()])
     with serving(executor, stateless=True, state_key=KEY) as url:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import math
 import queue
 import re
 import threading
-import tracemalloc
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -32,7 +30,6 @@ from conftest import (
     echo,
     program,
     registry_of,
-    with_clock,
 )
 from jsonschema import ValidationError
 from mcp_types import ElicitResult
@@ -51,8 +48,10 @@ from support import (
     calls,
     guarded,
     hosted,
+    keeping_little,
     noting,
     of,
+    on_clock,
     stage,
     text_of,
 )
@@ -430,24 +429,22 @@ async def test_without_sessions_nobody_is_asked(mode: str, approval: str, told: 
     assert asked == []
 
 
-def test_an_unanswered_question_is_none_in_ten_minutes() -> None:
+@on_clock
+async def test_an_unanswered_question_is_none_in_ten_minutes(clock: Clock) -> None:
     told: list[Any] = []
 
     async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         told.append(await elicit(context, "Who?"))
         return {}
 
-    async def story(clock: Clock) -> None:
-        executor = Executor(registry_of({"patient": patient}), config=WITHOUT_LIMIT)
-        async with hosted(executor, user=asking(accept())[0]) as client:
-            _, _, state = await Wire(client).question("patient")
-            await clock.put_forward(9 * 60)
-            assert told == []
-            await clock.put_forward(2 * 60)
-            assert told == [None]
-            await Wire(client).refused(state, "patient")
-
-    with_clock(story)
+    executor = Executor(registry_of({"patient": patient}), config=WITHOUT_LIMIT)
+    async with hosted(executor, user=asking(accept())[0]) as client:
+        _, _, state = await Wire(client).question("patient")
+        await clock.put_forward(9 * 60)
+        assert told == []
+        await clock.put_forward(2 * 60)
+        assert told == [None]
+        await Wire(client).refused(state, "patient")
 
 
 async def test_progress_while_a_question_is_open() -> None:
@@ -506,11 +503,6 @@ async def test_ended_calls_are_freed() -> None:
 
     async with connect({"give": give}) as client, asyncio.timeout(30):
         await client.call_tool("give")
-        tracemalloc.start()
-        try:
+        async with keeping_little(client):
             for _ in range(20):
                 await client.call_tool("give", {"text": "y" * 400_000})
-            gc.collect()
-            assert tracemalloc.get_traced_memory()[0] < 5_000_000  # not of every call
-        finally:
-            tracemalloc.stop()

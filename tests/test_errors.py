@@ -66,6 +66,14 @@ NESTED = {"field": "parameters.width", "code": "missing", "message": "Field requ
 BY_PATH = {"path": "/size/0/width", "keyword": "required", "message": "Field required"}
 TOO_WIDE = {"field": "", "code": "invalid", "message": "too wide"}
 
+ADVICE: dict[str, Any] = {"ai_guidance": "Ask for a later day.\ud800", "suggestion": "tomorrow"}
+
+
+def full() -> ModuleError:
+    """With what a module's author wrote for an agent."""
+    return ModuleError("DAY_IS_FULL", "no room on 2026-02-03", **ADVICE)
+
+
 # The error, what the client is told, and the rest of the report.
 TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
     "not_found": (lambda: ModuleNotFoundError(module_id="comfy.flow.execute"), "Module not found: comfy.flow.execute",
@@ -108,6 +116,10 @@ TABLE: dict[str, tuple[Callable[[], BaseException], str, dict[str, Any]]] = {
     "cancelled": (ExecutionCancelledError, "Execution was cancelled", {"error_type": "EXECUTION_CANCELLED"}),
     "approval": (lambda: ApprovalDeniedError(ApprovalResult("rejected", reason="mcp_client_123"), "admin.delete_all"),
                  "Approval was denied", {"error_type": "APPROVAL_DENIED"}),
+    "advice": (full, "Module error: DAY_IS_FULL\nAsk for a later day.?",
+               {"ai_guidance": "Ask for a later day.?", "suggestion": "tomorrow"}),
+    "advice_with_a_code_of_apcore": (lambda: InvalidInputError("no", **ADVICE), "Invalid input: no",
+                                     dict.fromkeys(ADVICE)),
     # Half of a surrogate pair is nothing that JSON can say.
     "surrogate": (lambda: InvalidInputError("a\ud800b"), "Invalid input: a?b", {}),
     "surrogate_code": (lambda: ModuleError("A\ud800", "m"), "Module error: A?", {"error_type": "A?"}),
@@ -203,15 +215,19 @@ UNMASKED: dict[str, tuple[Any, str]] = {
     "marked.output": (priced(output_schema=SECRETIVE), "Internal error occurred"),
     "calls.input": (calls("marked.input"), "Internal error occurred"),
     "calls.output": (calls("marked.output"), "Internal error occurred"),
+    "fails.full": (raising(full), "Module error: DAY_IS_FULL\nAsk for a later day.?"),
+    "calls.full": (calls("fails.full"), "Module error: DAY_IS_FULL"),
+    "marked.full": (raising(full, input_schema=SECRETIVE), "Module error: DAY_IS_FULL"),
 }
 
 
 async def test_an_unmasked_error_tells_type_and_text() -> None:
-    """Unless a module that takes part in the call marks something."""
+    """Unless a module that takes part in the call marks something. Advice is of the tool's own module."""
     modules = {name: module for name, (module, _) in UNMASKED.items()}
     async with connect(modules, mask_errors=False) as client:
         for name, (_, told) in UNMASKED.items():
-            failure(await client.call_tool(name, {}), told)
+            report = failure(await client.call_tool(name, {}), told)
+            assert report.keys() & ADVICE.keys() == (ADVICE.keys() if name == "fails.full" else set())
 
 
 FORGED = "no file\r\nCRITICAL root: the disk is full\u2028\x1b[2J"
@@ -352,34 +368,6 @@ async def test_a_guard_is_told_without_its_details(caplog: Caplog) -> None:
             assert re.search(r"Error: .*(door|33|round|often|/etc/passwd|no.such)|: \(not shown", record.getMessage())
             said = result.model_dump_json(by_alias=True)
             assert not re.search(r"call_chain|caller|@|door|deep\.|round\.|often\.|/etc", said), tool
-
-
-# ---- What a module's author wrote for an agent ----
-
-ADVICE: dict[str, Any] = {"ai_guidance": "Ask for a later day.\ud800", "suggestion": "tomorrow"}
-
-
-def own() -> ModuleError:
-    return ModuleError("DAY_IS_FULL", "no room on 2026-02-03", **ADVICE)
-
-
-# Who fails and how, and whether the agent hears the advice.
-ADVISED: dict[str, tuple[Any, bool]] = {
-    "own.error": (raising(own), True),
-    "code.of_apcore": (raising(lambda: InvalidInputError("no", **ADVICE)), False),
-    "calls.another": (calls("own.error"), False),
-    "marked.input": (raising(own, input_schema=SECRETIVE), False),
-}
-
-
-async def test_a_modules_own_advice_reaches_the_agent() -> None:
-    async with connect({tool: module for tool, (module, _) in ADVISED.items()}) as client:
-        for tool, (_, told) in ADVISED.items():
-            report = failure(await client.call_tool(tool, {}))
-            advice = [report[key] for key in ADVICE if key in report]
-            assert advice == (["Ask for a later day.?", "tomorrow"] if told else []), tool
-            assert (report["error_message"] == "Module error: DAY_IS_FULL\nAsk for a later day.?") == told
-            assert ("later day" in report["error_message"]) == told
 
 
 # ---- Validation ----

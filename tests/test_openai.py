@@ -370,7 +370,7 @@ def test_what_strict_mode_cannot_say_is_warned_of_per_tool(caplog: Caplog) -> No
 ANY_K, K_ALONE = of(k={}, x=INTEGER), ({"k": 2, "x": None}, {"k": 2})
 FULL, MEANT = {"a": "", "b": None}, {"a": ""}  # a PART as strict mode has it, and what it means
 # A property's schema, and pairs of what a model sends and what comes back; ABSENT where nothing does.
-ABSENT = object()
+ABSENT, ARRAY = object(), {"type": "array"}
 DROPPED: dict[str, tuple[Any, ...]] = {
     "opt": (INTEGER, (None, ABSENT), (0, 0), (30.0, 30), (0.5, 0.5)),
     "free": (optional(INTEGER), (None, None)),
@@ -380,10 +380,12 @@ DROPPED: dict[str, tuple[Any, ...]] = {
     "not": ({"not": NULL}, (None, ABSENT)),
     "part": (of(deep=PART), ({"deep": FULL}, {"deep": MEANT}), ({"deep": None}, {})),
     "maybe": (of(deep=MAYBE_STRING), ({"deep": None}, {"deep": None})),
-    "union": ({"anyOf": [NULL, {"items": PART, "type": "array"}, PART]}, ([FULL], [MEANT]), (FULL, MEANT), (None, None)),
+    "union": ({"anyOf": [NULL, {**ARRAY, "items": PART}, PART]}, ([FULL], [MEANT]), (FULL, MEANT), (None, None)),
     "both": ({"allOf": [PART, {"properties": {"c": STRING}}]}, ({**FULL, "c": None}, MEANT)),
-    "tuple": ({"prefixItems": [STRING, PART], "items": MAYBE_INTEGER}, (["a", FULL, None], ["a", MEANT, None])),
-    "places": ({"prefixItems": [PART, of(b={"enum": [None]})]}, ([FULL, {"b": None}], [MEANT, {"b": None}])),
+    "tuple": (
+        {**ARRAY, "prefixItems": [STRING, PART], "items": MAYBE_INTEGER}, (["a", FULL, None], ["a", MEANT, None]),
+    ),
+    "places": ({**ARRAY, "prefixItems": [PART, of(b={"enum": [None]})]}, ([FULL, {"b": None}], [MEANT, {"b": None}])),
     "keys": (
         {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": MAYBE_INTEGER},
         ({"a": None, "b": 1}, {"a": None, "b": 1}),
@@ -394,7 +396,7 @@ DROPPED: dict[str, tuple[Any, ...]] = {
     ),
     # Nothing tells which pattern counts.
     "patterns": ({"patternProperties": {"^x_": MAYBE_STRING, "^y_": STRING}}, ({"x_k": None}, {"x_k": None})),
-    "first": ({"anyOf": [{"properties": {"x": each}} for each in (MAYBE_INTEGER, INTEGER)]}, ({"x": None}, {"x": None})),
+    "first": ({"anyOf": [of(x=MAYBE_INTEGER), of(x=INTEGER)]}, ({"x": None}, {"x": None})),
     "either": (
         {"anyOf": [of(x=INTEGER), of(y=INTEGER, z=STRING)]}, ({"x": None}, {}), ({"y": None, "z": "q"}, {"z": "q"}),
     ),

@@ -304,19 +304,6 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> No
     assert len(tools) == len(CONVERTED)
 
 
-@pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
-async def test_a_circular_module_is_left_out_once_and_alone(caplog: Caplog) -> None:
-    modules = {"m.a": echo, "m.circular": FunctionalModule(echo, input_schema=CIRCULAR), "m.b": echo}
-    async with connect(modules) as client:
-        for _ in range(2):
-            assert await listed(client) == ["m.a", "m.b"]
-        assert (await client.call_tool("m.b", {"x": 1})).structured_content == {"x": 1}
-        assert (await client.call_tool("m.circular", {})).is_error
-    (warning,) = messages_logged(caplog)
-    assert "m.circular" in warning
-    assert "A -> B -> A" in warning
-
-
 async def test_no_depth_of_nesting_keeps_the_client_from_reading_the_list(mode: str) -> None:
     """Whatever limit there is, a schema at the edge of it must not take the list down at the client's end."""
     modules: dict[str, Any] = {
@@ -413,11 +400,15 @@ async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_modul
     assert [node for node in subschemas(tool.output_schema) if node.keys() & unwanted] == []
 
 
+@pytest.mark.requirement("FR-SCHEMA-002", "NFR-REL-002")
 @pytest.mark.parametrize(("sensitive", "redacts"), [(False, True), (True, False), (True, True)])
 async def test_a_recursive_output_schema_costs_itself_only(sensitive: bool, redacts: bool, caplog: Caplog) -> None:
+    """But its module where it marks something. Others are served, and it is told once."""
     tree = one(TO_ROOT, **(MARK if sensitive else {}))
     modules = {"m.tree": gives({"p": {"p": {}}}, output_schema=tree), "m.a": echo}
     async with connect(modules, redact_output=redacts) as client:
+        assert (await client.call_tool("m.a", {"x": 1})).structured_content == {"x": 1}
+        await client.list_tools()
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         result = await client.call_tool("m.tree", {})
     (warning,) = messages_logged(caplog)

@@ -314,10 +314,10 @@ TAKING_PART: dict[str, Callable[[], Executor]] = {
 async def test_who_takes_part_is_known(name: str, caplog: Caplog) -> None:
     """In every pipeline: some have no approval gate, no validation or no middleware. Two servers may share one."""
     executor = TAKING_PART[name]()
-    with serving(executor, approval="off") as url, serving(executor) as another_url:
-        for each in [url] if name == "replaced" else [url, another_url]:
-            async with client_of(each) as client:
-                result = await client.call_tool("quoting_it", {"how": "it", "user": "bob", "password": TOKEN})
+    arguments = {"how": "it", "user": "bob", "password": TOKEN}
+    async with connect(executor, approval="off") as client, connect(executor) as another:
+        for each in [client] if name == "replaced" else [client, another]:
+            result = await each.call_tool("quoting_it", arguments)
             failure(result, "Invalid input")
             assert quoted(result, caplog) == []
     assert errors_logged(caplog)
@@ -521,6 +521,7 @@ ODD_PLACE = {**of(password={"$ref": "#/components/Token"}), "components": {"Toke
 @pytest.mark.parametrize("schema", [Unwritable, ODD_PLACE], ids=["unwritable", "odd place"])
 def test_a_mark_that_cannot_be_read_counts(schema: Any) -> None:
     module = gives({}, input_schema=schema, output_schema=schema)
+    registry_of({"a.tool": module})  # which makes something else of a dict
     assert has_marks(module, "input")
     assert has_marks(module, "output")
 

@@ -23,7 +23,7 @@ import httpx
 import pytest
 from apcore import Config, Executor, ModuleAnnotations, Registry
 from apcore.cancel import ExecutionCancelledError
-from conftest import Clock, FunctionalModule, echo, hosting, registry_of, serving, with_clock
+from conftest import Clock, FunctionalModule, echo, hosting, registry_of, serving
 from mcp_types import CallToolResult
 from support import (
     LOGIN,
@@ -41,6 +41,7 @@ from support import (
     messages_logged,
     modern,
     of,
+    on_clock,
     text_of,
     waiting,
 )
@@ -171,20 +172,18 @@ async def test_a_long_call_is_a_task_at_once() -> None:
         assert task["result"] == without_meta(await wire.call("long", {"n": 1}))
 
 
-def test_without_a_number_only_marked_modules_are_tasks() -> None:
-    async def story(clock: Clock) -> None:
-        slow, begun, go_on = waiting()
-        executor = Executor(registry_of({"slow": slow, "long": long(slow)}), config=WITHOUT_LIMIT)
-        async with wired(executor, task_after=None) as wire:
-            wire.http.timeout = httpx.Timeout(None)  # or it would be over, too
-            call = asyncio.create_task(wire.call("slow"))
-            await asyncio.wait_for(begun.wait(), 20)
-            await clock.put_forward(1_000)
-            go_on.set()
-            assert (await call)["resultType"] == "complete"
-            assert (await wire.call("long"))["resultType"] == "task"
-
-    with_clock(story)
+@on_clock
+async def test_without_a_number_only_marked_modules_are_tasks(clock: Clock) -> None:
+    slow, begun, go_on = waiting()
+    executor = Executor(registry_of({"slow": slow, "long": long(slow)}), config=WITHOUT_LIMIT)
+    async with wired(executor, task_after=None) as wire:
+        wire.http.timeout = httpx.Timeout(None)  # or it would be over, too
+        call = asyncio.create_task(wire.call("slow"))
+        await asyncio.wait_for(begun.wait(), 20)
+        await clock.put_forward(1_000)
+        go_on.set()
+        assert (await call)["resultType"] == "complete"
+        assert (await wire.call("long"))["resultType"] == "task"
 
 
 def test_task_after_is_seconds_or_none() -> None:
@@ -340,28 +339,6 @@ async def test_each_open_question_is_answered_by_itself() -> None:
         await wire.update(task_id, {"name": ADA})
 
 
-async def test_a_question_before_there_is_a_task() -> None:
-    go_on = asyncio.Event()
-
-    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        first = await elicit(context, "first?", SCHEMA, key="name")
-        await go_on.wait()
-        return {"names": [first, await elicit(context, "second?", SCHEMA, key="name")]}
-
-    async with wired({"work": work}, task_after=0.1) as wire:
-        asked = await wire.call("work")
-        assert (asked["resultType"], list(asked["inputRequests"])) == ("input_required", ["name"])
-        retry = {"requestState": asked["requestState"], "inputResponses": {"name": ADA}}
-        handle = await wire.call("work", **retry)
-        assert (handle["resultType"], "requestState" in handle) == ("task", False)
-        assert (await wire.refusal("tools/call", {"name": "work", "arguments": {}, **retry}))[0] == -32602
-        go_on.set()
-        assert await wire.questions(handle["taskId"]) == {"name-2": "second?"}
-        await wire.update(handle["taskId"], {"name-2": ADA})
-        task = await wire.until(handle["taskId"], "completed")
-        assert task["result"]["structuredContent"] == {"names": [{"name": "Ada"}] * 2}
-
-
 async def test_approval_before_and_inside_a_task() -> None:
     runs: list[dict[str, Any]] = []
     annotations = ModuleAnnotations(requires_approval=True)
@@ -380,7 +357,9 @@ async def test_approval_before_and_inside_a_task() -> None:
             asked = await wire.call(name)
             assert (asked["resultType"], list(asked["inputRequests"])) == ("input_required", ["approval"])
             retry = {"requestState": asked["requestState"], "inputResponses": {"approval": yes}}
-            task_id = (await wire.call(name, **retry))["taskId"]
+            handle = await wire.call(name, **retry)
+            assert (handle["resultType"], "requestState" in handle) == ("task", False)
+            task_id = handle["taskId"]
             for n in (1, 2):
                 ((key, question),) = (await wire.questions(task_id)).items()
                 assert (key, "wipe" in question, len(runs)) == (f"approval-{n + 1}", True, n - 1)
@@ -458,43 +437,40 @@ async def test_a_long_module_has_its_own_limit_alone() -> None:
         assert (await wire.call("long"))["content"][0]["text"] == "Module timed out after 50ms"
 
 
-def test_an_ended_task_is_kept_for_an_hour() -> None:
+@on_clock
+async def test_an_ended_task_is_kept_for_an_hour(clock: Clock) -> None:
     """And then nothing of it, though its module has left a timer running."""
+    go_on = asyncio.Event()
 
-    async def story(clock: Clock) -> None:
-        go_on = asyncio.Event()
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        asyncio.get_running_loop().call_later(100_000, print)
+        await go_on.wait()
+        return {"text": "x" * 600_000}
 
-        async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            asyncio.get_running_loop().call_later(100_000, print)
-            await go_on.wait()
-            return {"text": "x" * 600_000}
-
-        executor = Executor(registry_of({"work": long(work)}))
-        async with wired(executor) as wire:
-            tasks = [await wire.begin("work") for _ in range(3)]
-            await clock.put_forward(50_000)
-            assert (await wire.get(tasks[0]))["ttlMs"] is None
-            go_on.set()
-            await wire.until(tasks[0], "completed")
-            await clock.put_forward(3_500)
-            task = await wire.get(tasks[0])
-            kept_until = datetime.fromisoformat(task["createdAt"]) + timedelta(milliseconds=task["ttlMs"])
-            ended = datetime.fromisoformat(task["lastUpdatedAt"])
-            assert timedelta(seconds=3_600) <= kept_until - ended < timedelta(seconds=3_601)
-            gc.collect()
-            tracemalloc.start()
-            for _ in range(8):
-                await wire.until(await wire.begin("work"), "completed")
-            assert tracemalloc.get_traced_memory()[0] > 4_500_000
-            await clock.put_forward(3_700)
-            for task_id in tasks:
-                assert (await wire.refusal("tasks/get", {"taskId": task_id}))[0] == -32602
-            gc.collect()
-            kept, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert kept < 1_500_000
-
-    with_clock(story)
+    executor = Executor(registry_of({"work": long(work)}))
+    async with wired(executor) as wire:
+        tasks = [await wire.begin("work") for _ in range(3)]
+        await clock.put_forward(50_000)
+        assert (await wire.get(tasks[0]))["ttlMs"] is None
+        go_on.set()
+        await wire.until(tasks[0], "completed")
+        await clock.put_forward(3_500)
+        task = await wire.get(tasks[0])
+        kept_until = datetime.fromisoformat(task["createdAt"]) + timedelta(milliseconds=task["ttlMs"])
+        ended = datetime.fromisoformat(task["lastUpdatedAt"])
+        assert timedelta(seconds=3_600) <= kept_until - ended < timedelta(seconds=3_601)
+        gc.collect()
+        tracemalloc.start()
+        for _ in range(8):
+            await wire.until(await wire.begin("work"), "completed")
+        assert tracemalloc.get_traced_memory()[0] > 4_500_000
+        await clock.put_forward(3_700)
+        for task_id in tasks:
+            assert (await wire.refusal("tasks/get", {"taskId": task_id}))[0] == -32602
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept < 1_500_000
 
 
 @pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 1.9)), ("wait", (1.9, 8))])
@@ -591,78 +567,73 @@ def id_in(result: CallToolResult) -> str:
     return task_id
 
 
-def test_a_client_without_tasks_asks_for_the_result(mode: str) -> None:
+@on_clock
+async def test_a_client_without_tasks_asks_for_the_result(clock: Clock, mode: str) -> None:
     """It is told the progress on its own request, and the result as the call would have given it, after 30 s, too."""
     typed = of(n={"type": "integer"}) | {"required": ["n"]}
 
-    async def story(clock: Clock) -> None:
-        is_over = asyncio.Event()
+    is_over = asyncio.Event()
 
-        async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-            for step in itertools.count(1):
-                await report_progress(context, step, message="Reading")
-                if is_over.is_set():
-                    return {"n": inputs["n"]}
-                await asyncio.sleep(0.01)
-            raise AssertionError
+    async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        for step in itertools.count(1):
+            await report_progress(context, step, message="Reading")
+            if is_over.is_set():
+                return {"n": inputs["n"]}
+            await asyncio.sleep(0.01)
+        raise AssertionError
 
-        async def wait(*progress: Any) -> None:
-            told.append(progress[2])
-            if len(told) == 1:
-                await clock.put_forward(21)
+    async def wait(*progress: Any) -> None:
+        told.append(progress[2])
+        if len(told) == 1:
+            await clock.put_forward(21)
 
-        async def end(*progress: Any) -> None:
-            is_over.set()
+    async def end(*progress: Any) -> None:
+        is_over.set()
 
-        told = list[Any]()
-        modules = {"work": long(work, output_schema=typed), "echo": FunctionalModule(echo, output_schema=typed)}
-        async with hosted(modules, mode, task_after=0.1) as client:
-            listed = {tool.name: tool.output_schema is not None for tool in (await client.list_tools()).tools}
-            assert listed == {"work": False, "echo": True, "task_result": False}
-            task_id = id_in(await client.call_tool("work", {"n": 1}))
-            for _ in range(2):
-                told.clear()
-                result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=wait)
-                assert (id_in(result), told[0]) == (task_id, "Reading")
-            result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=end)
-            assert (result.structured_content, text_of(result), result.is_error) == ({"n": 1}, '{"n":1}', False)
-            assert await client.call_tool("task_result", {"task_id": task_id}) == result
-
-    with_clock(story)
+    told = list[Any]()
+    modules = {"work": long(work, output_schema=typed), "echo": FunctionalModule(echo, output_schema=typed)}
+    async with hosted(modules, mode, task_after=0.1) as client:
+        listed = {tool.name: tool.output_schema is not None for tool in (await client.list_tools()).tools}
+        assert listed == {"work": False, "echo": True, "task_result": False}
+        task_id = id_in(await client.call_tool("work", {"n": 1}))
+        for _ in range(2):
+            told.clear()
+            result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=wait)
+            assert (id_in(result), told[0]) == (task_id, "Reading")
+        result = await client.call_tool("task_result", {"task_id": task_id}, progress_callback=end)
+        assert (result.structured_content, text_of(result), result.is_error) == ({"n": 1}, '{"n":1}', False)
+        assert await client.call_tool("task_result", {"task_id": task_id}) == result
 
 
-def test_questions_come_before_it_goes_on(mode: str) -> None:
+@on_clock
+async def test_questions_come_before_it_goes_on(clock: Clock, mode: str) -> None:
     """However long the user thinks; from then on nobody can be asked."""
+    is_answered, is_told = asyncio.Event(), asyncio.Event()
 
-    async def story(clock: Clock) -> None:
-        is_answered, is_told = asyncio.Event(), asyncio.Event()
+    async def work(inputs: dict[str, Any], context: Any) -> Any:
+        early = await elicit(context, "early?", SCHEMA)
+        await is_told.wait()
+        late = await elicit(context, "late?", SCHEMA)
+        assert (early, late) == ({"name": "Ada"}, None)
+        return await context.executor.call_async("wipe", {}, context)
 
-        async def work(inputs: dict[str, Any], context: Any) -> Any:
-            early = await elicit(context, "early?", SCHEMA)
-            await is_told.wait()
-            late = await elicit(context, "late?", SCHEMA)
-            assert (early, late) == ({"name": "Ada"}, None)
-            return await context.executor.call_async("wipe", {}, context)
+    async def think(context: Any, params: Any) -> Any:
+        asked.append(params.message)
+        await clock.put_forward(10)
+        is_answered.set()
+        return accept(name="Ada")
 
-        async def think(context: Any, params: Any) -> Any:
-            asked.append(params.message)
-            await clock.put_forward(10)
-            is_answered.set()
-            return accept(name="Ada")
-
-        asked = list[str]()
-        modules = {"work": long(work), "wipe": guarded([])}
-        async with hosted(modules, mode, {"elicitation_callback": think}) as client:
-            call = asyncio.create_task(client.call_tool("work"))
-            await asyncio.wait_for(is_answered.wait(), 50)
-            while not call.done():
-                await clock.put_forward(1)
-            is_told.set()
-            result = await client.call_tool("task_result", {"task_id": id_in(await call)})
-        assert asked == ["early?"]
-        assert (result.is_error, text_of(result)) == (True, "Approval was denied: nobody can be asked")
-
-    with_clock(story)
+    asked = list[str]()
+    modules = {"work": long(work), "wipe": guarded([])}
+    async with hosted(modules, mode, {"elicitation_callback": think}) as client:
+        call = asyncio.create_task(client.call_tool("work"))
+        await asyncio.wait_for(is_answered.wait(), 50)
+        while not call.done():
+            await clock.put_forward(1)
+        is_told.set()
+        result = await client.call_tool("task_result", {"task_id": id_in(await call)})
+    assert asked == ["early?"]
+    assert (result.is_error, text_of(result)) == (True, "Approval was denied: nobody can be asked")
 
 
 async def test_task_result_is_its_callers_own_and_can_cancel() -> None:
