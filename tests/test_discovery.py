@@ -301,18 +301,6 @@ def test_types_defined_later_and_pickled(tmp_path: Path) -> None:
     assert folder.left_out == []
 
 
-def test_a_class_may_have_dict_schemas(tmp_path: Path) -> None:
-    """As it may for `register`; schemas of the two kinds may be mixed."""
-    dicts = a_class(schema='{"type": "object", "required": ["name"]}')
-    dicts = dicts.replace("return {}", "return {'name': inputs['name'].upper()}")
-    folder = load(tmp_path, {"name.py": dicts, "mixed.py": said("", "    output_schema = {'type': 'object'}\n")})
-    executor = Executor(folder)
-    assert executor.call("name", {"name": "a"}) == {"name": "A"}
-    assert executor.call("mixed", {"text": "a"}) == {"text": "a"}
-    with pytest.raises(SchemaValidationError):
-        executor.call("name", {})
-
-
 METHODS = """
 from apcore.decorator import module
 class Jobs:
@@ -375,6 +363,7 @@ READ: dict[str, tuple[str | dict[str, str], dict[str, str], list[str]]] = {
     "private classes": (
         a_class("_Base") + a_class("_Other") + a_class().replace("Say:", "Say(_Base):"), {"m": "Do it"}, [],
     ),
+    "schemas of two kinds": (said("mixed", "    output_schema = {'type': 'object'}\n"), {"m": "mixed"}, []),
     "nothing but private": (a_class("_Lone"), {}, [NO_MODULE]),
     "nothing but helpers": ("def help(): pass\nclass Command:\n    def execute(self): pass\n", {}, [NO_MODULE]),
     "nothing": ("", {}, [NO_MODULE]),

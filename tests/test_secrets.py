@@ -559,22 +559,34 @@ def test_a_secret_str_is_a_mark_of_answers() -> None:
     assert shown(returning(Any, [CONNECTION]), [CONNECTION]) == {"result": [hidden]}
 
 
-async def test_a_secret_str_is_a_mark_of_arguments(caplog: Caplog) -> None:
-    """For what a call fails with, and for the log. The function is given the secret."""
+def log_in(login: Connection) -> str:
+    raise InvalidInputError(f"cannot connect as {login.password.get_secret_value()}")
+
+
+def unlock(locker: int, pin: Secret[int]) -> str:
+    raise InvalidInputError(f"{pin.get_secret_value()} does not open {locker}")
+
+
+LOGINS = [{"login": {"user": user, "password": SECRET_TEXT}} for user in ("bob", [])]
+REPEATED = [(log_in, LOGINS[0], 1), (log_in, LOGINS[1], 0), (unlock, {"locker": 3, "pin": SECRET_PIN}, 1)]
+
+
+@pytest.mark.parametrize(("function", "arguments", "questions"), REPEATED)
+async def test_a_secret_of_pydantics_is_a_mark_of_arguments(
+    function: Any, arguments: dict[str, Any], questions: int, caplog: Caplog
+) -> None:
+    """In the question, in what a call fails with, and in the log."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-    given: list[str] = []
-
-    def connect_as(login: Connection) -> str:
-        given.append(login.password.get_secret_value())
-        raise ValueError(f"cannot connect as {given[0]}")
-
-    async with connect({"a.login": FunctionModule(connect_as, "a.login")}) as client:
-        for user, told in (("bob", "Internal error occurred"), ([], None)):
-            result = await client.call_tool("a.login", {"login": {"user": user, "password": SECRET_TEXT}})
-            failure(result, told)
-            assert quoted(result, caplog) == []
-    assert given == [SECRET_TEXT]
-    assert len(errors_logged(caplog)) == 2
+    registry = Registry()
+    apcore_module(function, id="a.lock", registry=registry, annotations={"requires_approval": True})
+    options, asked = asking(accept(approve=True))
+    async with connect(registry, client=options) as client:
+        result = await client.call_tool("a.lock", arguments)
+    failure(result, "Invalid input" if questions else None)
+    assert quoted(result, caplog) == []
+    assert [secret for secret in (SECRET_TEXT, str(SECRET_PIN)) if secret in str(asked)] == []
+    assert len(asked) == questions
+    assert function is not unlock or "- locker: 3" in asked[0].message
 
 
 # ---- Models inside what a module returns ----
@@ -899,25 +911,6 @@ def test_a_marked_model_fits_no_other_hint(hint: Any, value: Any) -> None:
     with pytest.raises(ModuleError) as caught:
         sent(returning(hint, value), value)
     assert SECRET_TEXT not in f"{caught.value} {caught.value.details}"
-
-
-async def test_a_secret_of_any_type_is_a_mark(caplog: Caplog) -> None:
-    """In the question and in what a call fails with."""
-    caplog.set_level(logging.DEBUG, logger="apcore_mcp")
-
-    def unlock(locker: int, pin: Secret[int]) -> str:
-        raise InvalidInputError(f"{pin.get_secret_value()} does not open {locker}")
-
-    registry = Registry()
-    apcore_module(unlock, id="a.lock", registry=registry, annotations={"requires_approval": True})
-    options, asked = asking(accept(approve=True))
-    async with connect(registry, client=options) as client:
-        result = await client.call_tool("a.lock", {"locker": 3, "pin": SECRET_PIN})
-    failure(result, "Invalid input")
-    (question,) = asked
-    assert "- locker: 3" in question.message
-    said = result.model_dump_json() + question.model_dump_json() + everything_logged(caplog)
-    assert str(SECRET_PIN) not in said
 
 
 class Masking(BaseModel):
