@@ -51,7 +51,6 @@ from support import (
     STRING,
     UNASKED,
     Caplog,
-    Monkeypatch,
     Wire,
     accept,
     ask,
@@ -424,7 +423,7 @@ async def test_nobody_is_asked_about_invalid_arguments(schema: Any, validate_inp
         ran.clear(), asked.clear(), judge.asked.clear()
 
 
-async def test_the_time_to_approve_does_not_count(monkeypatch: Monkeypatch) -> None:
+async def test_the_time_to_approve_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = 0.0
     now = time.time
 
@@ -448,7 +447,6 @@ def taken_by(schema: Any, arguments: dict[str, Any]) -> Arguments:
     """What a module of this schema, or a function, takes; these arguments are valid."""
     module = FunctionModule(schema, "files.write") if inspect.isfunction(schema) else guarded([], input_schema=schema)
     descriptor = registry_of({"files.write": module}).get_definition("files.write")
-    assert descriptor is not None
     taken = Arguments(module, descriptor)
     taken.check(arguments)
     return taken

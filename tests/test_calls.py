@@ -20,17 +20,7 @@ import pytest
 from apcore import Executor
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import ModuleTimeoutError
-from conftest import (
-    HANDSHAKE,
-    MODERN,
-    Clock,
-    FunctionalModule,
-    RawClient,
-    connect,
-    echo,
-    program,
-    registry_of,
-)
+from conftest import HANDSHAKE, MODERN, Clock, FunctionalModule, RawClient, connect, echo, program, registry_of
 from jsonschema import ValidationError
 from mcp_types import ElicitResult
 from support import (

@@ -85,13 +85,9 @@ def left_out(folder: Folder, path: Path) -> list[str]:
     return [text.replace(f"{path}{os.sep}", "") for text in folder.left_out + folder.warned]
 
 
-def definition(registry: Registry, module_id: str) -> Any:
-    return registry.get_definition(module_id)
-
-
 def shown(registry: Registry) -> dict[str, str]:
     """The description of each module."""
-    return {module_id: definition(registry, module_id).description for module_id in registry.list()}
+    return {module_id: registry.get_definition(module_id).description for module_id in registry.list()}
 
 
 def settled(folder: Folder) -> dict[str, str]:
@@ -139,7 +135,7 @@ def test_definitions_as_apcores_own_discovery_gives_them(extensions: Path) -> No
     assert folder.list() == own.list()
     for module_id in own.list():
         assert folder.get_definition(module_id) == own.get_definition(module_id)
-        version = definition(own, module_id).version
+        version = own.get_definition(module_id).version
         assert folder.get(module_id, version_hint=version) is folder.get(module_id)
 
 
@@ -258,7 +254,7 @@ def test_functions_beside_classes_and_bindings(tmp_path: Path) -> None:
     assert folder.list() == [
         "both", "both.double", "both.halve", "forms.double", "forms.halve", "m.add", "maths.add", "maths.negate",
     ]  # fmt: skip
-    add, negate = definition(folder, "maths.add"), definition(folder, "maths.negate")
+    add, negate = folder.get_definition("maths.add"), folder.get_definition("maths.negate")
     assert (add.description, add.tags, add.version) == ("Add", ["sum"], "2.0.0")
     assert shown(folder)["forms.double"] == "Double a point."
     assert negate.input_schema["properties"] == {"a": {"title": "A", "type": "integer"}}
@@ -470,7 +466,7 @@ async def test_a_bindings_schemas_hold(tmp_path: Path, caplog: Caplog, place: st
         "clinic.binding.yml": bound("clinic.book", "_clinic:book", **described),
     }
     registry = load(tmp_path, files)
-    booking = definition(registry, "clinic.book")
+    booking = registry.get_definition("clinic.book")
     assert (booking.input_schema, booking.output_schema) == (BOOK, BOOKED)
     right: dict[str, Any] = {"patient": "Ann", "room": 3, "pin": "77"}
     wrong = {"patient": "A", "kind": "x", "minutes": 1, "tags": ["a", 2, "c"], "room": 0.5, "pin": "secret"}
@@ -533,8 +529,8 @@ def test_yaml_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     }
     folder = load(tmp_path, files)
     dated = {"enum": ["2026-01-31"], "default": "2026-01-31"}
-    assert definition(folder, "m.count").input_schema == {"properties": {"n": dated}}
-    assert definition(folder, "say").metadata == {"description": "\u4e88\u7d04", "x-since": "2026-01-31"}
+    assert folder.get_definition("m.count").input_schema == {"properties": {"n": dated}}
+    assert folder.get_definition("say").metadata == {"description": "\u4e88\u7d04", "x-since": "2026-01-31"}
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = run("--extensions-dir", str(tmp_path), "--export", "openai", env=ascii_only)
     assert [tool["function"]["description"] for tool in json.loads(ended.stdout)] == ["\u4e88\u7d04"] * 2
@@ -609,7 +605,7 @@ def test_metadata_behind_a_link_holds_or_leaves_out(tmp_path: Path) -> None:
     (folder / "say_meta.yaml").symlink_to("../meta.yaml")
     assert load(folder).list() == []
     write(tmp_path, {"meta.yaml": "annotations: {requires_approval: true}"})
-    assert definition(load(folder), "say").annotations == ModuleAnnotations(requires_approval=True)
+    assert load(folder).get_definition("say").annotations == ModuleAnnotations(requires_approval=True)
 
 
 # ---- Again ----
@@ -648,7 +644,7 @@ def test_a_file_keeps_its_modules_while_it_is_saved(tmp_path: Path) -> None:
 
     def state() -> tuple[str, bool] | None:
         folder.discover()
-        about = definition(folder, "say")
+        about = folder.get_definition("say")
         return about and (about.description, about.annotations.requires_approval)
 
     half_saved = [partial(metadata.write_text, half) for half in ("", "annotations:")]

@@ -676,7 +676,7 @@ class Iterated(RootModel[list[Any]]):
         return iter([])
 
 
-class Patients(RootModel[list[Patient]]): ...
+Patients = RootModel[list[Patient]]
 
 
 class Renamed(BaseModel):
