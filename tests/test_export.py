@@ -225,9 +225,7 @@ def test_document_examples_are_the_modules_own(capfd: Capture, tmp_path: Path) -
     [("apcore_mcp", ["src/", ".", str(ROOT)]), ("anyproject._vendor.apcore_mcp", [])],
     ids=["installed", "vendored"],
 )
-def test_client_entry_starts_this_server_from_anywhere(
-    extensions: Path, tmp_path: Path, package: str, path: list[str]
-) -> None:
+def test_client_entry_starts_from_anywhere(extensions: Path, tmp_path: Path, package: str, path: list[str]) -> None:
     """With what it finds of the project's own modules here."""
     (extensions / "hand" / "write.py").write_text("import shop, stock\n" + MODULE.format(tag="calm"))
     for name in ("shop.py", "src/stock.py"):

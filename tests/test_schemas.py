@@ -154,10 +154,8 @@ def test_a_schema_comes_out_self_contained(declared: dict[str, Any], expected: d
         pytest.param({"$ref": "#/$defs/No"}, [], [1, None], id="false"),
     ],
 )
-def test_constraints_beside_a_reference_hold_as_well(
-    declared: dict[str, Any], accepted: list[Any], refused: list[Any]
-) -> None:
-    closed = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": False}
+def test_constraints_beside_a_reference_hold_as_well(declared: Any, accepted: list[Any], refused: list[Any]) -> None:
+    closed = of(a=INTEGER) | {"additionalProperties": False}
     definitions = {"Small": {"type": "integer", "maximum": 5}, "Closed": closed, "Yes": True, "No": False}
     validator = Draft202012Validator(check(one(declared, **{"$defs": definitions})))
     assert [value for value in accepted + refused if validator.is_valid({"p": value})] == accepted

@@ -572,9 +572,7 @@ REPEATED = [(log_in, LOGINS[0], 1), (log_in, LOGINS[1], 0), (unlock, {"locker": 
 
 
 @pytest.mark.parametrize(("function", "arguments", "questions"), REPEATED)
-async def test_a_secret_of_pydantics_is_a_mark_of_arguments(
-    function: Any, arguments: dict[str, Any], questions: int, caplog: Caplog
-) -> None:
+async def test_pydantics_secrets_are_marks(function: Any, arguments: Any, questions: int, caplog: Caplog) -> None:
     """In the question, in what a call fails with, and in the log."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     registry = Registry()

@@ -32,6 +32,7 @@ from support import (
     Caplog,
     accept,
     answer,
+    ask,
     calls,
     guarded,
     handshake,
@@ -446,8 +447,7 @@ async def test_an_ended_task_is_kept_for_an_hour(clock: Clock) -> None:
         await go_on.wait()
         return {"text": "x" * 600_000}
 
-    executor = Executor(registry_of({"work": long(work)}))
-    async with wired(executor) as wire:
+    async with wired({"work": long(work)}) as wire:
         tasks = [await wire.begin("work") for _ in range(3)]
         await clock.put_forward(50_000)
         assert (await wire.get(tasks[0]))["ttlMs"] is None
@@ -476,9 +476,6 @@ async def test_an_ended_task_is_kept_for_an_hour(clock: Clock) -> None:
 async def test_a_server_that_ends_ends_its_tasks(tool: str, limits: tuple[float, float], caplog: Caplog) -> None:
     """It waits for those that work, and for none that waits for its user."""
     ended = asyncio.Event()
-
-    async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"answer": await elicit(context, "?")}
 
     async def wait(inputs: dict[str, Any], context: Any) -> None:
         try:
