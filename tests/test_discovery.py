@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.errors import SchemaValidationError
-from conftest import ANYTHING, MODULE, FunctionalModule, RawClient, connect, echo, until
+from conftest import ANYTHING, EXTENSIONS, MODULE, FunctionalModule, RawClient, connect, echo, until
 from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, run, text_of
 
 from apcore_mcp.discovery import Folder, discover
@@ -107,6 +107,12 @@ def test_no_folder(tmp_path: Path, name: str, fault: str) -> None:
     for make in (Folder, discover):
         with pytest.raises(ValueError, match=f"^extensions {fault}: {tmp_path / name}$"):
             make(tmp_path / name)
+
+
+def test_all_examples_are_loaded() -> None:
+    folder = load(EXTENSIONS)
+    assert len(folder.list()) == 18
+    assert folder.left_out == folder.warned == []
 
 
 def test_a_folder_loads_nothing_before_discover(extensions: Path, monkeypatch: Monkeypatch) -> None:

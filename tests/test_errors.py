@@ -54,6 +54,7 @@ def raising(make: Callable[[], BaseException], *, awaits: bool = False, **attrib
         raise make()
 
     async def fail_later(inputs: dict[str, Any], context: Any) -> NoReturn:
+        await asyncio.sleep(0)
         fail(inputs, context)
 
     return FunctionalModule(fail_later if awaits else fail, **attributes)
