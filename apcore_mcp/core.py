@@ -1078,7 +1078,7 @@ class ExecutionRouter:
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
-_FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _CONFIRMED_SECONDS = 300.0  # how long a user may think where nothing waits, so that an answer could be sent again
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
@@ -1307,7 +1307,7 @@ class Bridge:
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
-        return {"tools": [], **_FRESH}  # `_fill_in_tools` adds them
+        return {"tools": [], **FRESH}  # `_fill_in_tools` adds them
 
     def _input_schema_of(self, name: str) -> JSONSchema | None:
         search, tasks = self.router.search, self.router.tasks
@@ -1318,22 +1318,22 @@ class Bridge:
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         resources = [description for tool in await self._offered(ctx) for description, _ in tool.resources]
         resources += map(_resource_definition, self._added_resources())
-        return {"resources": resources, **_FRESH}
+        return {"resources": resources, **FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
-        return {"resourceTemplates": [], **_FRESH}
+        return {"resourceTemplates": [], **FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: Any) -> Any:
         for tool in self.catalog.tools.values():
             for description, content in tool.resources:
                 if description["uri"] == params.uri and await self.catalog.offered([tool], caller_in(ctx)):
-                    return {"contents": [content], **_FRESH}
+                    return {"contents": [content], **FRESH}
         for resource in self._added_resources():
             if resource.uri == params.uri:
                 content = {"uri": resource.uri, "mimeType": resource.mime_type}
                 read = await resource.read()
                 content |= {"text": read} if isinstance(read, str) else {"blob": base64.b64encode(read).decode()}
-                return {"contents": [content], **_FRESH}
+                return {"contents": [content], **FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})
 
