@@ -1,7 +1,7 @@
 """Options: every option of `serve()` once, checked, and the Executor that is served.
 
-`serve()`, `async_serve()`, `MCPServer`, the functions for OpenAI and the command line all take them from here: a new
-field of `Options` is a parameter of each door, and a flag where it has a help text.
+`serve()`, `async_serve()`, `MCPServer` and the command line all take them from here: a new field of `Options` is a
+parameter of each door, and a flag where it has a help text. The functions for OpenAI name the few that they take.
 """
 
 from __future__ import annotations
