@@ -67,8 +67,9 @@ class ElicitationApprovalHandler:
         elif not by_state or conversation.is_confirmed:  # an answer is about the first module alone
             return self._without_answer(request, call)
         elif conversation.confirmation is None:
-            # apcore's own word for it. The router sends the question, and the answer begins the call anew.
-            return ApprovalResult("pending", metadata={"message": question, "requestedSchema": _FORM})
+            # The router sends the question, and the answer begins the call anew.
+            conversation.first_question = {"message": question, "requestedSchema": _FORM}
+            return ApprovalResult("pending")
         else:
             answer = conversation.read(conversation.confirmation, _FORM)
             conversation.is_confirmed = True

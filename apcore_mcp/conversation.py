@@ -66,7 +66,7 @@ def _content_of(answer: Any, form: JSONSchema) -> JSONObject | None:
         if isinstance(content.get(name), list) and len(content[name]) > len(choices):
             raise ValueError("More was chosen than there is")
     Draft202012Validator(form).validate(content)
-    return content
+    return {name: content[name] for name in form["properties"] if name in content}  # and nothing that nobody was asked
 
 
 @dataclass
@@ -138,6 +138,7 @@ class Conversation:
         self.questions: dict[str, _Question] = {}  # that are open, by their keys on the wire
         self.confirmation: Any = None  # the answer that came with a retry, until it is used (Way.STATE)
         self.is_confirmed = False  # whether it has been used
+        self.first_question: JSONObject | None = None  # to which that answer is awaited: nothing has run yet
         self.must_ask = False  # whether nothing may be let through any more because nobody can be asked
         self.is_refused = False  # whether it was ended because too many calls wait
         self.is_parked = False  # whether it waits for its client's retry

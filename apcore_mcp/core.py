@@ -133,7 +133,8 @@ _PAGE_MEDIA_TYPE = "text/html;profile=mcp-app"  # MCP Apps, SEP-1865, the specif
 
 
 def portable_name(module_id: str) -> str:
-    """`image.resize` becomes `image-resize`; past 64 characters, 54 of them and a hash that never changes."""
+    """`image.resize` becomes `image-resize`; past 64 characters, 54 of them and a hash that never changes, after a
+    `-0`: no id has a part that begins with a digit."""
     name = module_id.replace(".", "-")
     if len(name) <= _NAME_MAX:
         return name
@@ -263,6 +264,7 @@ class Tool:
         definition = {**self.about.to_mcp(), "inputSchema": advertised}
         promise = promise_of(output_schema)
         # Where there is structured content, Codex and Claude Code show their models nothing else: no file, no format.
+        # And where something is marked, `***REDACTED***` would not fit the promise.
         is_text_only = not options.structured or self.marks or self.media or options.output_formatter
         if output_schema and admits_object(promise) and not is_text_only:
             definition["outputSchema"] = {**promise, "type": "object"}
@@ -519,7 +521,7 @@ class _ErrorMapper:
     arguments: JSONObject
     modules: Collection[tuple[str, Any]]  # that took part in the call, with their ids
     trace_id: str
-    masks: bool = True  # whether clients are told nothing of what nobody expected
+    masks_errors: bool = True  # the option `mask_errors`: clients are not told what a module did not mean to raise
 
     def to_result(self, error: BaseException) -> JSONObject:
         """The tool result for `error`, which is logged (FR-ERROR-001 to -011, FR-LOG-003)."""
@@ -532,17 +534,17 @@ class _ErrorMapper:
             has_secret_outputs = bool(self.tool.marks) or any(has_marks(module, "output") for module in modules)
             is_secret = has_secret_inputs or has_secret_outputs
             result = self._failure_of(error, has_secret_inputs, is_secret)
-            self._log(_cause_of(error), is_secret)
+            self._log(_cause_of(error), hides_text=is_secret)
             return result
         except Exception as fault:  # boundary: what a module's author puts into an error may be anything
             logger.error("Tool call error: %s - its error cannot be read: %s", self.label, type(fault).__name__)
             return failure(UNEXPECTED, "GENERAL_INTERNAL_ERROR")
 
-    def _log(self, cause: BaseException, is_withheld: bool) -> None:
+    def _log(self, cause: BaseException, hides_text: bool) -> None:
         """Log what went wrong, with the traceback of what nobody expected."""
         text = one_line(str(getattr(cause, "message", cause))[:_LOG_CHARACTERS])
-        trace = None if isinstance(cause, ModuleError) or is_withheld else cause
-        if is_withheld:
+        trace = None if isinstance(cause, ModuleError) or hides_text else cause
+        if hides_text:
             frame = (traceback.extract_tb(cause.__traceback__) or [None])[-1]
             place = f"{os.path.basename(frame.filename)}:{frame.lineno}" if frame else "an unknown place"
             text = f"(not shown: it may quote sensitive values) at {place}"
@@ -564,7 +566,7 @@ class _ErrorMapper:
         if isinstance(cause, ModuleError):
             text, details = self._explain(cause, is_withheld)
             report.update(details)
-        elif not self.masks and not is_secret:
+        elif not self.masks_errors and not is_secret:
             text = text_of(f"{UNEXPECTED}: {type(cause).__name__}: {cause}")[:_LOG_CHARACTERS]
         result = failure(text, code, **{key: value for key, value in report.items() if value is not None})
         plain: JSONObject = plain_json(result)  # raises for what a module's author has put into it and JSON cannot say
@@ -612,7 +614,7 @@ class _ErrorMapper:
             title = "Output validation failed (the tool has run)"
             report["user_fixable"] = False
             is_withheld = True  # the values are the module's, and the client has no use for them
-        elif getattr(error.__context__, "step_name", "") == "input_validation":
+        elif getattr(error.__context__, "step_name", "") == "input_validation":  # apcore's PipelineStepError
             faults = self.tool.arguments.faults(self.arguments)  # apcore's own list lacks the names of missing fields
         if not faults:  # the module itself refuses the arguments, or middleware has changed them
             faults = faults_in(error)
@@ -636,7 +638,7 @@ class Catalog:
 
     A registry event, from whatever thread, only notes which module changed; the next read builds that tool again and
     swaps in a new table. It follows the registry, and with `dynamic` the files, from `follow()` to `close()`.
-    `left_out` and `warned` say what WARNINGs were given when modules were last built."""
+    `left_out` and `warned` have the WARNINGs about those modules that were built last."""
 
     def __init__(self, options: Options) -> None:
         self._registry = options.registry
@@ -741,8 +743,8 @@ class Catalog:
             self._by_name = self._assign_names(self._tools.values())
 
     def _assign_names(self, tools: Collection[Tool]) -> dict[str, Tool]:
-        """Name each tool by its alias where every client takes that name, and neither another's ID nor the alias of an
-        earlier module is the same; else by its ID. Returns all by portable names."""
+        """Name each tool by its alias where every client takes that name, unless it is another module's ID, or an
+        earlier module has taken it; else by its ID. Returns all by portable names."""
         by_name = {portable_name(tool.module_id): tool for tool in tools}
         for tool in tools:
             alias = tool.about.alias
@@ -881,8 +883,9 @@ class ExecutionRouter:
     It raises nothing but cancellation and JSON-RPC errors. Those are for a retry whose state resumes no call, for a
     call that needs an answer which its client cannot give, and for one more than may wait (FR-EXEC-007).
 
-    A call that asks its user waits in the `room`. On a server without sessions that has a key, nothing waits: the state
-    says no more than that the user was asked for approval, and a call begins with the retry, on whichever server."""
+    A call that asks its user waits in the `room`. On a server without sessions that has a key, nothing waits: the
+    sealed state only proves that the user was asked for approval, and the retry begins the call anew, on whichever
+    server."""
 
     def __init__(self, catalog: Catalog, options: Options) -> None:
         self.catalog = catalog
@@ -936,10 +939,6 @@ class ExecutionRouter:
     ) -> JSONObject:  # fmt: skip
         """Begin the call of a tool by its name. Returns its result, what it asks first, or a task. `answers` are those
         to what another server of the same key has asked."""
-        try:
-            arguments = integral(arguments)
-        except ValueError as error:
-            return failure(f"Input validation failed: {error}", "SCHEMA_VALIDATION_ERROR")
         tool = None
         if self.search is not None:
             tool, name, arguments = self.search.resolve(name, arguments)
@@ -1002,7 +1001,10 @@ class ExecutionRouter:
     async def _run_module(self, call: Call, context: Context[Any]) -> JSONObject:
         """Check the arguments where apcore would not, and run the module: as a stream where its client follows it."""
         tool, conversation = call.tool, call.conversation
-        arguments = conversation.arguments
+        try:
+            arguments = conversation.arguments = integral(conversation.arguments)
+        except ValueError as error:
+            raise errors.InvalidInputError(str(error)) from None
         if self.tasks is not None and tool is self.tasks.tool:
             return await self.tasks.answer(arguments, conversation)
         if self.search is not None and tool in self.search.tools.values():
@@ -1031,7 +1033,8 @@ class ExecutionRouter:
                 text = results.to_text(chunk)
                 results.check_size(len(text.encode()))
                 await conversation.report_chunk(text)
-        # Written before middleware ran, which may have changed it, and without the faults that apcore passes over.
+        # It was written before middleware ran, which may have changed it, and apcore passes over its faults: so that it
+        # is checked and written once more.
         call.output_json = None
         return output
 
@@ -1044,14 +1047,14 @@ class ExecutionRouter:
             return protocol_error(-32000, _TOO_MANY) if conversation.client.way is Way.RESULT else result
         if conversation.running is not None and conversation.running.cancelling():
             return failure(SENTENCES["EXECUTION_CANCELLED"], "EXECUTION_CANCELLED")
-        if isinstance(error, errors.ApprovalPendingError) and "requestedSchema" in (error.result.metadata or {}):
-            question = {"method": "elicitation/create", "params": {"mode": "form", **error.result.metadata}}
+        if isinstance(error, errors.ApprovalPendingError) and conversation.first_question is not None:
+            question = {"method": "elicitation/create", "params": {"mode": "form", **conversation.first_question}}
             asked = {QUESTION_KEY: question}
             return {"resultType": "input_required", "requestState": QUESTION_KEY, "inputRequests": asked}
         taken_part = [*call.modules.values()]
         masks = self.options.mask_errors
         mapper = _ErrorMapper(conversation.label, call.tool, conversation.arguments, taken_part, trace_id, masks)
-        result = mapper.to_result(error)
+        result = mapper.to_result(error)  # which logs it, also where the client is told by an error of the protocol
         is_undeclared = conversation.client.way is Way.UNDECLARED
         if isinstance(error, errors.ApprovalDeniedError) and error.reason == NOBODY and is_undeclared:
             data: Any = {"requiredCapabilities": {"elicitation": {"form": {}}}}
@@ -1078,7 +1081,7 @@ class ExecutionRouter:
 # ---- Server: the MCP handlers, in every protocol version the SDK speaks; event loop only ----
 
 # What 2026-07-28 requires of every list: it is stale at once, so a client that keeps it has to listen for changes.
-_FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _CONFIRMED_SECONDS = 300.0  # how long a user may think where nothing waits, so that an answer could be sent again
 _COALESCE_SECONDS = 0.02  # changes of the tool list this close together are one notification
 _NOTIFY_SECONDS = 1.0  # how long the others wait for a client that does not read
@@ -1148,7 +1151,7 @@ class Bridge:
 
         self.options = options
         self.deadline = 0.0  # for whatever still runs, by the loop's clock; 0 until the server is told to end
-        # Before our handler is there, as any would do.
+        # Asked before our own approval handler is there: apcore takes any for a protection.
         self.is_unprotected = options.executor.governance_state().unprotected_control_surface
         self.catalog = Catalog(options)
         self.router = ExecutionRouter(self.catalog, options)
@@ -1200,7 +1203,7 @@ class Bridge:
         from mcp_types import CallToolRequestParams
 
         extensions = [*(self.options.mcp_extensions or ())]
-        is_asked_for = self.options.task_after not in (None, 5.0)  # tasks are the default, and their file optional
+        is_asked_for = self.options.task_after not in (None, 5.0)  # the default, with which tasks.py may be missing
         if not self.options.stateless and (is_asked_for or Path(__file__).with_name("tasks.py").exists()):
             from .tasks import Tasks
 
@@ -1307,7 +1310,7 @@ class Bridge:
         return result
 
     async def _list_tools(self, ctx: RequestContext, params: object) -> Any:
-        return {"tools": [], **_FRESH}  # `_fill_in_tools` adds them
+        return {"tools": [], **FRESH}  # `_fill_in_tools` adds them
 
     def _input_schema_of(self, name: str) -> JSONSchema | None:
         search, tasks = self.router.search, self.router.tasks
@@ -1318,22 +1321,22 @@ class Bridge:
     async def _list_resources(self, ctx: RequestContext, params: object) -> Any:
         resources = [description for tool in await self._offered(ctx) for description, _ in tool.resources]
         resources += map(_resource_definition, self._added_resources())
-        return {"resources": resources, **_FRESH}
+        return {"resources": resources, **FRESH}
 
     async def _list_resource_templates(self, ctx: RequestContext, params: object) -> Any:
-        return {"resourceTemplates": [], **_FRESH}
+        return {"resourceTemplates": [], **FRESH}
 
     async def _read_resource(self, ctx: RequestContext, params: Any) -> Any:
         for tool in self.catalog.tools.values():
             for description, content in tool.resources:
                 if description["uri"] == params.uri and await self.catalog.offered([tool], caller_in(ctx)):
-                    return {"contents": [content], **_FRESH}
+                    return {"contents": [content], **FRESH}
         for resource in self._added_resources():
             if resource.uri == params.uri:
                 content = {"uri": resource.uri, "mimeType": resource.mime_type}
                 read = await resource.read()
                 content |= {"text": read} if isinstance(read, str) else {"blob": base64.b64encode(read).decode()}
-                return {"contents": [content], **_FRESH}
+                return {"contents": [content], **FRESH}
         code = -32602 if ctx.protocol_version >= MODERN else -32002
         raise protocol_error(code, "Resource not found", {"uri": params.uri})
 

@@ -35,7 +35,7 @@ CoreSchema = JSONObject
 _KNOWN = pydantic.VERSION.startswith(("2.12.", "2.13.", "2.14."))
 # The kinds of core schemas that write what their JSON schema says, each with the keys of the schemas by which it does.
 _WRITTEN_BY = {
-    kind: keys.split()
+    kind: frozenset(keys.split())
     for kinds, keys in {
         "none bool int float decimal str date time datetime timedelta uuid complex literal enum url multi-host-url": "",
         "definition-ref missing-sentinel": "",
@@ -210,10 +210,8 @@ class _Names(dict[str, Any]):
 def _marks_by_field(kind: Any) -> JSONSchema:
     """The marks of a dataclass, field by field: pydantic knows none of them where it has no schema for one (an array of
     NumPy's), and not those that `__init__` does not take and that have no default."""
-    marks: JSONSchema = {}
     hints = get_type_hints(kind, localns=_Names(kind), include_extras=True)
-    for field in dataclasses.fields(kind):
-        marks[field.name] = marks_of_hint(hints[field.name])
+    marks = {field.name: marks_of_hint(hints[field.name]) for field in dataclasses.fields(kind)}
     return {"properties": marks} if any(marks.values()) else {}
 
 
@@ -252,6 +250,8 @@ def subclasses_mark(kinds: Iterable[type]) -> bool:
 
 def _is_restated(schema: CoreSchema) -> bool:
     """Whether the JSON schema of a core schema is an author's: `WithJsonSchema`, `SkipJsonSchema`, a function."""
+    if "metadata" not in schema and "cls" not in schema:  # as most: a start looks at all that there are
+        return False
     metadata = schema.get("metadata") or {}
     functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
     functions += filter(callable, [metadata.get("pydantic_js_extra")])
@@ -261,28 +261,32 @@ def _is_restated(schema: CoreSchema) -> bool:
 
 def is_open(schema: CoreSchema) -> bool:
     """Whether pydantic may write something by `schema` that its JSON schema does not say."""
-    serializer = schema.get("serialization") or {}
-    config = schema.get("config") or {}
-    if not _KNOWN or _is_authors(serializer) or config.get("polymorphic_serialization") or _is_restated(schema):
-        return True
-    if _is_of_class(schema):
-        return True
-    if "return_schema" in serializer:
-        return is_open(serializer["return_schema"])
-    if serializer and schema.get("schema", {}).get("type") == "bytes":  # `Base64Bytes`, whose text pydantic writes
-        return False
-    if "allow" in (schema.get("extra_behavior"), config.get("extra_fields_behavior")):
-        return True
-    kind = schema["type"]
-    keys = _WRITTEN_BY.get(kind)
-    if keys is None or not schema.keys() >= {*keys}:
-        return True
-    if kind == "dict" and schema["keys_schema"]["type"] != "str":  # of which two may have one name
-        return True
-    if kind == "enum" and not _is_plain(schema):
-        return True
-    inner = [each for key in keys for each in _schemas(schema[key])]
-    return any(map(is_open, [*inner, *schema.get("computed_fields", ())]))
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        config = node.get("config") or {}
+        others = (node.get("extra_behavior"), config.get("extra_fields_behavior"))
+        if not _KNOWN or "allow" in others or config.get("polymorphic_serialization") or _is_restated(node):
+            return True
+        serializer = node.get("serialization")
+        if serializer:
+            if _is_authors(serializer) or _is_of_class(node):
+                return True
+            if "return_schema" in serializer:
+                waiting.append(serializer["return_schema"])
+                continue
+            if node.get("schema", {}).get("type") == "bytes":  # `Base64Bytes`, whose text pydantic writes
+                continue
+        kind = node["type"]
+        keys = _WRITTEN_BY.get(kind)
+        if keys is None or not keys <= node.keys() or (kind == "enum" and not _is_plain(node)):
+            return True
+        if kind == "dict" and node["keys_schema"]["type"] != "str":  # of which two may have one name
+            return True
+        for key in keys:
+            waiting += _schemas(node[key])
+        waiting += node.get("computed_fields", ())
+    return False
 
 
 def _is_own(serializer: Any, kind: type) -> bool:
@@ -351,13 +355,13 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
     that have no default."""
     unsent = []
     for node in _nodes(schema):
-        inner = node
+        inner = node if node.get("type") == "dataclass" else {}
         while inner.get("type") != "dataclass-args" and isinstance(inner.get("schema"), dict):
             inner = inner["schema"]
-        if node.get("type") == "dataclass" and inner.get("type") == "dataclass-args":
-            known = [field["name"] for field in inner["fields"]]
-            names = [each.name for each in dataclasses.fields(node["cls"]) if each.name not in known]
-            unsent += [f"{node['cls'].__name__}.{name}" for name in names]
+        if inner.get("type") == "dataclass-args":
+            kind = node["cls"]
+            known = {field["name"] for field in inner["fields"]}
+            unsent += [f"{kind.__name__}.{each.name}" for each in dataclasses.fields(kind) if each.name not in known]
     return unsent
 
 

@@ -301,7 +301,7 @@ def from_openai_call(
                 raise ValueError(f"Arguments of {name!r} are not valid: {where}")
             raise ValueError(f"{name!r} calls no module: run_openai_call() answers it")
     tool = _called_tool(catalog, options, name)
-    return tool.module_id, _drop_nulls(integral(inputs), tool.input_schema)[0]
+    return tool.module_id, _drop_nulls(inputs, tool.input_schema)[0]
 
 
 def _read_arguments(name: str, arguments: str | JSONObject | None) -> JSONObject:
@@ -310,7 +310,8 @@ def _read_arguments(name: str, arguments: str | JSONObject | None) -> JSONObject
         inputs = from_json(arguments or "{}", allow_inf_nan=False)
     if not isinstance(inputs, dict):
         raise ValueError(f"Arguments of {name!r} must be a JSON object, got {type(inputs).__name__}")
-    return inputs
+    read: JSONObject = integral(inputs)
+    return read
 
 
 def _called_tool(catalog: Catalog, options: Options, name: str) -> Tool:

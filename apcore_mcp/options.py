@@ -1,7 +1,7 @@
 """Options: every option of `serve()` once, checked, and the Executor that is served.
 
-`serve()`, `async_serve()`, `MCPServer`, the functions for OpenAI and the command line all take them from here: a new
-field of `Options` is a parameter of each door, and a flag where it has a help text.
+`serve()`, `async_serve()`, `MCPServer` and the command line all take them from here: a new field of `Options` is a
+parameter of each door, and a flag where it has a help text. The functions for OpenAI name the few that they take.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Options:
     mcp_extensions: Sequence[Any] | None = None
     skills: str | Path | None = None
     output_formatter: Callable[[Any], str] | None = None
-    max_result: int = _option(6 * 2**20, "bytes of a result as it is sent, more is an error; 0 for any", type=int)
+    max_result: int = _option(6 * 2**20, "bytes of a result in JSON, more is an error; 0 for any", type=int)
     explorer: bool = _option(False, "serve the Tool Explorer, a page to look at the tools")
     explorer_prefix: str = _option("/explorer", "path of the Tool Explorer")
     allow_execute: bool = _option(False, "let the Tool Explorer run tools")

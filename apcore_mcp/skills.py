@@ -20,12 +20,9 @@ from mcp_types import RequestParams
 from pydantic import BaseModel, Field
 
 from .client import MODERN, protocol_error
-from .core import SKILLS_EXTENSION, warn
+from .core import FRESH, SKILLS_EXTENSION, warn
 from .schemas import JSONObject, plain_json
 
-__all__ = ["Skills"]
-
-_FRESH = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
 _HIDDEN = re.compile(r"(^|/)(\.|__pycache__)")  # names of files that no skill is about
 
 
@@ -79,13 +76,13 @@ class Skills(Extension):
         return self._skills
 
     async def _list(self, ctx: Any, params: object) -> JSONObject:
-        return {"skills": [*self.skills().values()], **_FRESH}
+        return {"skills": [*self.skills().values()], **FRESH}
 
     async def _get(self, ctx: Any, params: object) -> JSONObject:
         skill = self.skills().get(str((ctx.params or {}).get("uri")))
         if skill is None:
             raise protocol_error(-32602, "No skill is served at this URI")
-        return {"skill": skill, **_FRESH}
+        return {"skill": skill, **FRESH}
 
     def _read(self) -> None:
         self._skills: dict[str, JSONObject] = {}
@@ -101,10 +98,7 @@ class Skills(Extension):
     def _add(self, folder: Path) -> None:
         """Add the skill of a folder, or raise what is wrong with it."""
         about = _front_matter(folder / "SKILL.md")
-        files = [_file(folder, path) for path in _paths(folder, self._folder)]
-        for file in files:
-            if file.name == "SKILL.md":
-                file.name, file.description = about["name"], about["description"]
+        files = [_file(path, folder, about) for path in _paths(folder, self._folder)]
         uri = f"skill://{about['name']}/SKILL.md"
         self._skills[uri] = {"uri": uri, "frontmatter": about, "resources": [*map(_listed, files)]}
         self._files += files
@@ -133,12 +127,14 @@ def _paths(folder: Path, top: Path) -> list[Path]:
     return files
 
 
-def _file(folder: Path, path: Path) -> _File:
+def _file(path: Path, folder: Path, about: JSONObject) -> _File:
     name = path.relative_to(folder).as_posix()
+    # The file that is read first bears the name and the description of its skill.
+    described = {key: about[key] for key in ("name", "description")} if name == "SKILL.md" else {"name": name}
+    uri = f"skill://{folder.name}/{quote(name)}"
     media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
-    return _File(uri=f"skill://{folder.name}/{quote(name)}", name=name, mime_type=media_type, content=path.read_bytes())
+    return _File(uri=uri, mime_type=media_type, content=path.read_bytes(), **described)
 
 
 def _listed(file: _File) -> JSONObject:
-    digest = hashlib.sha256(file.content).hexdigest()
-    return {"uri": file.uri, "digest": f"sha256:{digest}", "size": len(file.content)}
+    return {"uri": file.uri, "digest": f"sha256:{hashlib.sha256(file.content).hexdigest()}", "size": len(file.content)}

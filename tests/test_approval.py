@@ -194,7 +194,8 @@ class Judge:
 
     async def request_approval(self, request: ApprovalRequest) -> ApprovalResult:
         self.asked.append(request)
-        return ApprovalResult(status=self.status, reason="secret reasons of /etc/judge")
+        own = {"message": "Really?", "requestedSchema": {"type": "object"}}  # which is no question of the server's
+        return ApprovalResult(status=self.status, reason="secret reasons of /etc/judge", metadata=own)
 
     async def check_approval(self, approval_id: str) -> ApprovalResult:
         return ApprovalResult(status="approved")
@@ -316,7 +317,7 @@ def refused() -> Any:
 @pytest.mark.parametrize("user", ["yes", "cannot"])
 async def test_what_outlives_its_call_is_refused(mode: str, user: str, ran: Runs) -> None:
     """A task that is left behind, a thread past its timeout: nobody can be asked, and that does not make it run."""
-    executor = wiping(ran, config=Config(data={"executor": {"default_timeout": 50}}))
+    executor = wiping(ran, config=Config(data={"executor": {"default_timeout": 400}}))
     answered, refusals = threading.Event(), threading.Semaphore(0)
     left: list[asyncio.Task[None]] = []
 

@@ -371,7 +371,7 @@ def test_a_form_is_flat_and_closes_references() -> None:
 def test_each_kind_of_field_can_be_asked_for(field: str) -> None:
     schema, right, wrong = FIELDS[field]
     assert form_of(of(n=schema)) == of(n=schema)
-    assert _content_of(accept(n=right), of(n=schema)) == {"n": right}
+    assert _content_of(accept(n=right, unasked=1), of(n=schema)) == {"n": right}
     with pytest.raises((ValueError, ValidationError)):
         _content_of(accept(n=wrong), of(n=schema))
 

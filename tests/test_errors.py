@@ -261,7 +261,7 @@ async def test_a_failed_call_logs_one_short_message(caplog: Caplog) -> None:
             assert record.exc_info is not None
 
 
-async def test_arguments_that_cannot_be_read_are_an_error() -> None:
+async def test_arguments_that_cannot_be_read_are_an_error(caplog: Caplog) -> None:
     with serving(registry_of({"demo.echo": lambda inputs, context: inputs})) as url:
         call = modern("tools/call", {"name": "demo.echo", "arguments": {"a": 1}})
         right = json.dumps(call.pop("json"))
@@ -275,7 +275,10 @@ async def test_arguments_that_cannot_be_read_are_an_error() -> None:
             for number in ("NaN", "-Infinity", "1e999"):  # within no bound of a schema's, and beyond none
                 answer = (await client.post(f"{url}/mcp", content=right.replace("1}", f"[{number}]}}"), **call)).json()
                 (content,) = answer["result"]["content"]
-                assert content["text"] == "Input validation failed: JSON has no NaN, and no infinity"
+                assert content["text"] == "Invalid input: JSON has no NaN, and no infinity"
+                record = errors_logged(caplog)[-1]
+                assert record.getMessage().startswith("Tool call error: demo.echo - InvalidInputError")
+                caplog.clear()
             answer = (await client.post(f"{url}/mcp", content=right, **call)).json()
     assert answer["result"]["structuredContent"] == {"a": 1}
 

@@ -360,7 +360,8 @@ async def test_a_call_through_call_tool_is_the_call_itself(
                 result: Any = await client.call_tool(*call, progress_callback=note)
                 lines = [record.getMessage() for record in caplog.records if record.name == "apcore_mcp"]
                 lines = [line.split(" (trace ")[0] for line in lines if line.startswith("Tool call") or name in line]
-                seen.append((result, progress, [question.message for question in asked], [*ran], lines))
+                told = (result.content, result.structured_content)
+                seen.append((told, progress, [question.message for question in asked], [*ran], lines))
             assert seen[0] == seen[1]
             assert seen[1][4], "nothing was logged"
             assert not any("call_tool" in line for line in seen[1][4])
