@@ -758,7 +758,8 @@ def test_follow_looks_until_it_is_ended(tmp_path: Path, monkeypatch: Monkeypatch
     assert look.daemon
     write(tmp_path, {"hot.py": said("new"), "exits.py": "import sys\nsys.exit(3)\n"})
     (tmp_path / "unloads.py").unlink()
-    until(lambda: shown(folder) == {"hot": "new"})
+    until(lambda: getattr(folder.get_definition("hot"), "description", "") == "new")  # between its looks there is none
+    until(lambda: folder.list() == ["hot"])
 
     def gone() -> None:
         looks.release()
