@@ -41,26 +41,28 @@ from conftest import (
     serving,
     with_clock,
 )
-from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount
-from support import ACCEPT, ENDLESS, Gate, answer, clog, handshake, initialize_params, listed, message, modern, text_of
+from support import (
+    ACCEPT,
+    ENDLESS,
+    Gate,
+    answer,
+    asgi_client,
+    clog,
+    handshake,
+    initialize_params,
+    listed,
+    message,
+    modern,
+    text_of,
+)
 
 from apcore_mcp import MCPServer, __version__, async_serve
 from apcore_mcp.options import options_of
 from apcore_mcp.web import _refusal
 
 MIB = 1024 * 1024
-
-
-@contextlib.asynccontextmanager
-async def asgi_client(source: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the app that `async_serve()` yields, without a socket between them."""
-    async with async_serve(source, **options) as app:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            yield client
 
 
 def call(name: str, arguments: dict[str, Any], mode: str = MODERN) -> dict[str, Any]:
@@ -329,16 +331,14 @@ async def test_who_is_refused_has_run_nothing_and_reads_why(caplog: pytest.LogCa
 async def test_the_explorer_is_a_page_wherever_it_is_mounted(mounted: str) -> None:
     """The server may be open to programs under any name; what its page loads carries no Origin."""
     options = {"explorer": True, "allow_execute": True, "allowed_hosts": ["*", "tools.example"]}
-    async with async_serve(registry_of({"t.echo": echo}), **options) as app:
-        transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:8000{mounted}") as client:
-            for host, status in (("evil.example", 421), ("tools.example", 200), ("127.0.0.1", 200)):
-                named = {"Host": host}
-                assert (await client.get("/health", headers=named)).status_code == 200
-                for path in ("", "server", "tools", "tools/t.echo", "%74ools"):
-                    assert (await client.get(f"/explorer/{path}", headers=named)).status_code == status, (host, path)
-                called = await client.post("/explorer/tools/t.echo/call", json={}, headers=named)
-                assert called.status_code == status
+    async with asgi_client(registry_of({"t.echo": echo}), mounted=mounted, **options) as client:
+        for host, status in (("evil.example", 421), ("tools.example", 200), ("127.0.0.1", 200)):
+            named = {"Host": host}
+            assert (await client.get("/health", headers=named)).status_code == 200
+            for path in ("", "server", "tools", "tools/t.echo", "%74ools"):
+                assert (await client.get(f"/explorer/{path}", headers=named)).status_code == status, (host, path)
+            called = await client.post("/explorer/tools/t.echo/call", json={}, headers=named)
+            assert called.status_code == status
 
 
 async def test_what_is_no_session_never_gets_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
