@@ -25,13 +25,8 @@ from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving, until
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
-from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from support import INTEGER, STRING, gives
+from support import INTEGER, LOGIN, STRING, gives
 
 from apcore_mcp import discover
 
@@ -76,12 +71,9 @@ def media(media_type: str) -> dict[str, Any]:
 
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
-FILES = {"picture": PNG, "sound": base64.b64encode(WAVE).decode(), "page": "PGI+", "n": 2**60 + 1}
+FILES = {"picture": PNG, "sound": "UklGRg==", "page": "PGI+", "n": 2**60 + 1}
 FILES |= {"rows": list(range(10_000)), "text": "one\ntwo\n\tthree", "short": 'say "x"'}
 SHOWN = objects(picture=media("image/png"), sound=media("audio/wav"), page=media("text/html"), n=INTEGER)
-
-
 MODULES = {
     "shop.order": FunctionalModule(lambda inputs, context: {"given": inputs}, input_schema=ORDER),
     "shop.remove": FunctionalModule(echo, annotations=ModuleAnnotations(destructive=True, requires_approval=True)),
@@ -345,27 +337,6 @@ def test_many_tools_stand_in_groups_that_can_be_closed_and_filtered(page: Page, 
 # ---- The form ----
 
 
-def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str) -> None:
-    opened(page, url, "shop.order")
-    assert arguments(page) == {"count": 1, "address": {}}, "defaults, and what must be there"
-    edits = {"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string, date": "2026-02-28"}
-    edits |= {"city": "Ulm", "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "30"}
-    for name, value in edits.items():
-        edit(page, name, value)
-    expected = {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28"}
-    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 30}}
-    assert arguments(page) == expected
-    changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
-    changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
-    write_json(page, changed)
-    for label, value in (("customer", "Bo"), ("count", ""), ("number string", "4")):
-        expect(page.get_by_label(label)).to_have_value(value)
-    page.get_by_label("zip").fill("53111")
-    page.get_by_role("button", name="Remove lines 1").click()
-    changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
-    assert sent(page) == changed, "what the form does not know is kept, and so is every digit"
-
-
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
     opened(page, url, "shop.order")
     box = page.get_by_label("Arguments as JSON")
@@ -459,10 +430,28 @@ SEVEN = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}
 PAYMENTS = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING, bic=STRING), STRING, {"const": 5}]
 PAYMENTS += [objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]
 CASH, CHEQUE = objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)
-ODD_MAP = {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}
-
 
 FORMS: dict[str, tuple[Any, ...]] = {
+    "a form begins with defaults and what must be there": (
+        ORDER,
+        {"count": 1, "address": {}},
+        {},
+        [],
+        {"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string, date": "2026-02-28",
+         "city": "Ulm", "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "30"},
+        {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28",
+         "address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 30}},
+    ),
+    "what the form does not know is kept": (
+        ORDER,
+        {"count": 1, "address": {}},
+        {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}, "lines": [{"sku": "B"}, {"sku": "C"}],
+         "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1},
+        [],
+        {"zip": "53111", "Remove lines 1": ""},
+        {"customer": "Bo", "note": None, "address": {"city": "Bonn", "zip": "53111", "floor": 3},
+         "lines": [{"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1},
+    ),
     "a null stays null until somebody edits it": (
         objects(
             "must object either",
@@ -688,30 +677,20 @@ def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> No
 TOKEN = "s3cret-tok3n"
 
 
-class Bearer(AuthenticationBackend):
-    """Knows one caller by a token that no name or description has in it."""
-
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        if conn.headers.get("authorization") != f"Bearer {TOKEN}":
-            return None
-        return AuthCredentials(), SimpleUser("ann")
-
-
 @needs_curl
 def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None:
-    def who(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"caller": context.identity and context.identity.id}
+    def know(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"known": context.identity is not None}
 
-    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
-    with serving(registry_of({"t.who": who}), explorer=True, allow_execute=True, middleware=middleware) as url:
-        opened(page, url, "t.who")
-        expect(run(page)).to_contain_text("caller: null")
+    with serving(registry_of({"t.know": know}), explorer=True, allow_execute=True, middleware=LOGIN) as url:
+        opened(page, url, "t.know")
+        expect(run(page)).to_contain_text("known: false")
         field = page.get_by_label("Authorization header")
         field.fill(f"Bearer {TOKEN}")
         asked.clear()
         with page.expect_response(f"{url}/explorer/tools"):
             field.press("Enter")
-        expect(run(page)).to_contain_text('caller: "ann"')
+        expect(run(page)).to_contain_text("known: true")
         with page.expect_response(f"{url}/explorer/tools"):
             page.get_by_role("button", name="Refresh").click()
         assert len(asked) >= 4
@@ -719,11 +698,11 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None
         page.get_by_text("curl", exact=True).click()
         curl = page.get_by_text("curl -sS").inner_text()
         assert TOKEN not in page.locator("body").inner_text()
-        assert in_a_shell(curl, AUTHORIZATION=f"Bearer {TOKEN}") == {"caller": "ann"}
+        assert in_a_shell(curl, AUTHORIZATION=f"Bearer {TOKEN}") == {"known": True}
         kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
         assert TOKEN not in kept
         page.reload()
-        expect(run(page)).to_contain_text("caller: null")
+        expect(run(page)).to_contain_text("known: false")
         page.route("**/call", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
         expect(run(page)).to_contain_text("a token, please")
         field.fill("täken\u2603")
@@ -791,7 +770,7 @@ EVIL = """"'><img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
 LINK = "[press](javascript:window.pwned=1) <a href='javascript:window.pwned=1'>press</a> `<b>` **<i>**\n\n# " + EVIL
 
 
-def fail(inputs: dict[str, Any], context: Any) -> Any:
+def fail(*_: Any) -> Any:
     raise ModuleError(code="EVIL_ERROR", message=EVIL, ai_guidance=EVIL)
 
 
@@ -972,7 +951,6 @@ def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) 
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDE["width"]
 
 
-HEARD = "addEventListener('message', ({ data }) => { window.heard = data.id; })"
 SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => {
   if (method === "ui/resource-teardown") setTimeout(() => send({ id, result: {} }), 50);
 })"""
@@ -980,7 +958,7 @@ SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => 
 
 def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show) -> None:
     page = show(NOTHING, metadata=overlay(APP))
-    page.evaluate(HEARD)
+    page.evaluate("addEventListener('message', ({ data }) => { window.heard = data.id; })")
     run_app(page)
     own_page(page).locator("body").evaluate(SLOW_TO_GO)
     page.get_by_role("link", name="shop.look").click()
@@ -1030,8 +1008,8 @@ def test_no_html_gets_out_of_the_frame(show: Show, begin: str) -> None:
 
 
 @pytest.fixture
-def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
-    """The address of somebody else, and how each connection to it began."""
+def evil(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of somebody else, who gets no request; and no connection, where the browser can be told so."""
     came: list[bytes] = []
 
     class Stranger(socketserver.BaseRequestHandler):
@@ -1042,32 +1020,31 @@ def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", came
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+    assert not [each for each in came if b"HTTP" in each]
+    browser = page.context.browser
+    knows_allowlists = browser is not None and int(browser.version.split(".")[0]) >= 156
+    assert came == [] or not knows_allowlists or "older" in request.node.name
 
 
-class Older:
+def older(app: Any) -> Any:
     """ASGI middleware that keeps from a browser what older ones, and those of others, do not know."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    async def without(scope: Any, receive: Any, send: Any) -> None:
+        async def send_rest(message: Any) -> None:
+            headers = [each for each in message.get("headers", ()) if each[0] != b"connection-allowlist"]
+            await send({**message, "headers": headers})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def without(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                del MutableHeaders(scope=message)["connection-allowlist"]
-            await send(message)
+        await app(scope, receive, send_rest)
 
-        await self.app(scope, receive, without)
-
-
-Ready = Callable[[Registry], str]
+    return without
 
 
 Ready = tuple[str, Registry]
 
 
-@pytest.fixture(scope="module", params=[[], [Middleware(Older)]], ids=["this browser", "older browsers"])
+@pytest.fixture(scope="module", params=[[], [Middleware(older)]], ids=["this browser", "older browsers"])
 def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
     """A server for a browser that knows, or does not know, the header `Connection-Allowlist`, and its registry."""
     registry = registry_of()
@@ -1075,19 +1052,8 @@ def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
         yield url, registry
 
 
-def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureRequest) -> None:
-    """No request to somebody else; and not even a connection where the browser can be told so."""
-    assert not [each for each in came if b"HTTP" in each]
-    browser = page.context.browser
-    knows_allowlists = browser is not None and int(browser.version.split(".")[0]) >= 156
-    if knows_allowlists and "older" not in request.node.name:
-        assert came == []
-
-
-def test_a_page_reaches_nothing_and_nobody(
-    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
-) -> None:
-    (url, registry), (evil, came), (runs, touch) = ready, somewhere_else, counted()
+def test_a_page_reaches_nothing_and_nobody(page: Page, ready: Ready, evil: str) -> None:
+    (url, registry), (runs, touch) = ready, counted()
     html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
     registry.register("t.one", FunctionalModule(touch, metadata=overlay(html)))
     opened(page, url, "t.one")
@@ -1099,20 +1065,14 @@ def test_a_page_reaches_nothing_and_nobody(
     assert reached == {"origin": "null", "element": "null", "window": "null"}
     assert page.url == f"{url}/explorer/#t.one"
     assert len(page.context.pages) == 1
-    check_nothing_came(came, page, request)
     assert runs == [{}]
     (framed,) = [each for each in asked if each.url.endswith("/page")]
     assert "authorization" not in framed.headers
 
 
-PLACES = ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.two", "javascript:top.x=1"]
-
-
-def test_a_page_can_send_its_frame_nowhere(
-    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
-) -> None:
-    (url, registry), (evil, came) = ready, somewhere_else
-    places = [place.replace("TARGET", url).replace("EVIL", evil) for place in PLACES]
+def test_a_page_can_send_its_frame_nowhere(page: Page, ready: Ready, evil: str) -> None:
+    url, registry = ready
+    places = [f"{evil}/", f"{url}/explorer/", f"{url}/explorer/tools/t.two", "javascript:top.x=1"]
     html = "".join(f"<p onclick='location = {json.dumps(place)}'>Go {n}</p>" for n, place in enumerate(places))
     registry.register("t.two", FunctionalModule(echo, metadata=overlay(html)))
     opened(page, url, "t.two")
@@ -1125,7 +1085,6 @@ def test_a_page_can_send_its_frame_nowhere(
     run(page)
     expect(own_page(page).get_by_text("Go 0")).to_be_visible()
     assert page.evaluate("window.x") is None
-    check_nothing_came(came, page, request)
 
 
 def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
@@ -1172,8 +1131,7 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
     ann.conditions = {"identity_types": ["user"]}
     modules = {name: FunctionalModule(echo, metadata=overlay(APP)) for name in ("t.a", "t.b")}
     executor = Executor(registry_of(modules), acl=ACL([everybody, ann], default_effect="deny"))
-    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
-    with serving(executor, explorer=True, allow_execute=True, middleware=middleware) as url:
+    with serving(executor, explorer=True, allow_execute=True, middleware=LOGIN) as url:
         page.goto(f"{url}/explorer/#t.b")
         expect(page.get_by_role("alert")).to_have_text("Tool 't.b' not found")
         page.get_by_label("Authorization header").fill(f"Bearer {TOKEN}")
