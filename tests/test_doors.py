@@ -54,7 +54,6 @@ from support import (
     every_door,
     followed,
     listed,
-    logged,
     messages_logged,
     modern,
     text_of,
@@ -349,18 +348,13 @@ def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     started = "apcore-mcp server started: "
     with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
         line = f"{started}2 tools registered, transport=streamable-http, at {url}/mcp, explorer at {url}/explorer/"
-        assert lines_logged(caplog) == [("INFO", line)]
+        assert messages_logged(caplog, logging.INFO) == [line]
     caplog.clear()
     with serving(registry_of(), transport="sse") as url:
-        assert lines_logged(caplog) == [
-            ("WARNING", "No modules registered; server starting with zero tools"),
-            ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
-            ("INFO", f"{started}0 tools registered, transport=sse, at {url}/sse"),
-        ]
-
-
-def lines_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(record.levelname, record.getMessage()) for record in logged(caplog)]
+        assert messages_logged(caplog, logging.INFO) == [f"{started}0 tools registered, transport=sse, at {url}/sse"]
+        none, deprecated = messages_logged(caplog)
+        assert none == "No modules registered; server starting with zero tools"
+        assert deprecated == "SSE transport is deprecated; use streamable-http instead"
 
 
 def test_a_program_without_a_log_is_told_where_it_listens(

@@ -54,7 +54,7 @@ from mcp.client import Client
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import ElicitResult
-from starlette.authentication import AuthCredentials, SimpleUser
+from starlette.authentication import SimpleUser
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 from support import answer, modern
@@ -456,11 +456,7 @@ def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("project")
-@pytest.mark.parametrize(
-    ("project", "page", "name"),
-    [("modules.md", "modules.md", "test_orders.py"), ("first-steps.md", "first-steps.md", "test_files.py")],
-    indirect=["project"],
-)
+@pytest.mark.parametrize(("page", "name"), [("modules.md", "test_orders.py"), ("first-steps.md", "test_files.py")])
 def test_the_tests_of_a_tool_pass(page: str, name: str) -> None:
     tests = vars(executed(page, name))
     names = [name for name in tests if name.startswith("test_")]
@@ -506,14 +502,9 @@ def test_each_program_of_a_page_has_its_test() -> None:
 # ---- Recipes ----
 
 
-class Zoe:
+def as_zoe(app: Any) -> Any:
     """ASGI middleware by which every caller is Zoë."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.app({**scope, "user": SimpleUser('Zoë "7"'), "auth": AuthCredentials([])}, receive, send)
+    return lambda scope, receive, send: app({**scope, "user": SimpleUser('Zoë "7"')}, receive, send)
 
 
 async def test_the_recipe_for_logs_makes_each_record_a_line(
@@ -533,7 +524,7 @@ async def test_the_recipe_for_logs_makes_each_record_a_line(
     handler.setFormatter(formatters[config["handlers"]["calls"]["formatter"]])
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.INFO)
-    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(Zoe)]) as client:
+    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(as_zoe)]) as client:
         for name, outcome in (("t.echo", "ok"), ("t.none", "MODULE_NOT_FOUND")):
             await client.call_tool(name, {})
             line = json.loads(capsys.readouterr().out)

@@ -255,10 +255,7 @@ async def test_the_issuer_may_sign_with_any_public_key() -> None:
                 assert await door.caller(issuer.token(keys[kid], algorithm, named)) == ["ann", "tools"]
 
 
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [("/", METADATA), ("", OPENID), *(("/a/b", place) for place in BELOW)],
-)
+@pytest.mark.parametrize(("path", "place"), [("/", METADATA), ("", OPENID), *(("/a/b", place) for place in BELOW)])
 async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str, place: str) -> None:
     async with issuing() as issuer, locked(f"{issuer.url}{path}") as door:
         page = Response("<html>")  # of a site that has one for whatever it does not know
@@ -387,18 +384,13 @@ async def test_a_session_stays_its_users_after_a_refresh_of_the_token() -> None:
         assert (await post(call, issuer.token(sub="bob"), **session)).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(
-            (issuer, RESOURCE)
-            for issuer in "http://login.example.com http://10.0.0.1 login.example.com https://".split()
-        ),
-        *((f"{LOGIN}{rest}", RESOURCE) for rest in ("?tenant=1", "#")),
-        *((LOGIN, resource) for resource in ("tools.example.com/mcp", 'https://tools.example.com/"')),
-        *((LOGIN, RESOURCE, [scope]) for scope in ("a b", '"')),
-    ],
-)
+NO_ISSUERS = f"http://login.example.com http://10.0.0.1 login.example.com https:// {LOGIN}?tenant=1 {LOGIN}#".split()
+UNUSABLE: list[Any] = [(issuer, RESOURCE) for issuer in NO_ISSUERS]
+UNUSABLE += [(LOGIN, resource) for resource in ("tools.example.com/mcp", 'https://tools.example.com/"')]
+UNUSABLE += [(LOGIN, RESOURCE, [scope]) for scope in ("a b", '"')]
+
+
+@pytest.mark.parametrize("given", UNUSABLE)
 def test_what_cannot_be_an_issuer_a_resource_or_a_scope_is_refused_at_the_start(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^(Not|An issuer)"):
         login(*given)
