@@ -770,41 +770,40 @@ def fail(*_: Any) -> Any:
     raise ModuleError(code="EVIL_ERROR", message=EVIL, ai_guidance=EVIL)
 
 
-def hostile() -> dict[str, Any]:
-    either = [objects("", EVIL, a={"const": EVIL}), INTEGER]
-    named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
-    named["size"] = {"type": "integer", "default": EVIL}  # which its field cannot show, and what is said of it can
-    properties = {"choice": {"enum": [EVIL, "b"], "default": EVIL}, "__proto__": STRING, "either": {"oneOf": either}}
-    drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
-    answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
-    return {
-        "evil.talk": gives(
-            answer,
-            input_schema=objects(**properties),
-            output_schema=objects(picture=media("image/svg+xml")),
-            description=EVIL,
-            documentation=LINK,
-            tags=[EVIL],
-            version="1.0.0",
-            metadata={"display": {"mcp": {"alias": "evil_talk"}}},
-            examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
-        ),
-        "evil.schema": FunctionalModule(echo, input_schema=objects("", EVIL, **properties, **named), description=LINK),
-        "evil.fail": FunctionalModule(fail, input_schema=NOTHING),
-    }
+HOSTILE = objects(
+    "",
+    EVIL,
+    choice={"enum": [EVIL, "b"], "default": EVIL},
+    either={"oneOf": [objects("", EVIL, a={"const": EVIL}), INTEGER]},
+    on={"type": "string", "format": "date", "default": EVIL},  # which its field cannot show, and what is said of it can
+    __proto__=STRING,
+    **{EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}},
+)
+DRAWN = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
+TALK = gives(
+    {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(DRAWN.encode()).decode()},
+    input_schema=HOSTILE,
+    output_schema=objects(picture=media("image/svg+xml")),
+    description=LINK,
+    documentation=LINK,
+    tags=[EVIL],
+    metadata={"display": {"mcp": {"alias": "evil_talk"}}},
+    examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
+)
 
 
 def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
-    with serving(registry_of(hostile()), explorer=True, allow_execute=True) as url:
+    hostile = {"evil.talk": TALK, "evil.fail": FunctionalModule(fail, input_schema=NOTHING)}
+    with serving(registry_of(hostile), explorer=True, allow_execute=True) as url:
         page.goto(f"{url}/explorer/")
-        for name in ("evil.fail", "evil.schema", "evil_talk"):
+        for name, told in (("evil.fail", "Failed (500)"), ("evil_talk", "Done")):
             page.get_by_role("link", name=name).click()
             expect(page.get_by_role("main").get_by_text(f"{name} · version")).to_be_visible()
             for box in page.get_by_role("checkbox").all():
                 box.check()
             page.locator("main details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
             run(page)
-            expect(page.get_by_text(re.compile(r"^(Done|Failed \(\d+\))$"))).to_be_visible()
+            expect(page.get_by_text(told, exact=True)).to_be_visible()
             for link in page.get_by_text("press").all():
                 link.click()
         assert page.evaluate("[window.pwned, ({}).pwned, window.violated]") == [None, None, None]
