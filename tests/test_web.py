@@ -16,10 +16,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -32,6 +31,7 @@ from conftest import (
     MODERN,
     Clock,
     FunctionalModule,
+    RawClient,
     client_of,
     connect,
     echo,
@@ -50,12 +50,14 @@ from support import (
     answer,
     asgi_client,
     clog,
+    ended_well,
     handshake,
     initialize_params,
     listed,
     message,
     modern,
     text_of,
+    wait_for_stderr,
 )
 
 from apcore_mcp import MCPServer, __version__, async_serve
@@ -471,40 +473,22 @@ tell("returned")
 """
 
 
-class Program(NamedTuple):
-    """A server in a process of its own, and what it says on stderr."""
+class Program(RawClient):
+    """`SERVER` in a process of its own."""
 
-    url: str
-    process: asyncio.subprocess.Process
+    def __init__(self, transport: str, grace: int) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(program(SERVER, transport, str(port), str(grace)))
 
     async def says(self, words: str, times: int = 1) -> None:
         """Wait until it has said so many lines with these words."""
-        assert self.process.stderr is not None
-        while times:
-            said = await asyncio.wait_for(self.process.stderr.readline(), 30)
-            assert said, f"it ended without saying {words!r}"
-            times -= words in said.decode()
+        for _ in range(times):
+            await asyncio.to_thread(wait_for_stderr, self, words)
 
     async def ends_in_order(self) -> None:
-        async with asyncio.timeout(20):
-            _, stderr = await self.process.communicate()
-        said = stderr.decode()
-        assert (self.process.returncode, "Traceback" in said, "returned" in said) == (0, False, True), said
-
-
-@contextlib.asynccontextmanager
-async def started(transport: str, grace: int) -> AsyncIterator[Program]:
-    port = free_port()
-    arguments = program(SERVER, transport, str(port), str(grace))
-    process = await asyncio.create_subprocess_exec(*arguments, stderr=asyncio.subprocess.PIPE)
-    server = Program(f"http://127.0.0.1:{port}", process)
-    try:
-        await server.says("server started")
-        yield server
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        await self.says("returned")
+        await asyncio.to_thread(ended_well, self)
 
 
 @pytest.mark.requirement("NFR-REL-001")
@@ -517,7 +501,9 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     Connections are refused meanwhile, so that a load balancer goes elsewhere; on those that are open, requests are.
     """
     released, later = tmp_path / "released", tmp_path / "later"
-    async with started(transport, grace=60) as server, contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(Program(transport, grace=60))
+        await server.says("server started")
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
         if transport == "streamable-http":
@@ -580,42 +566,39 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
 
 
 @pytest.mark.requirement("NFR-REL-001")
-async def test_what_has_no_end_holds_the_exit_for_the_grace_period(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_what_has_no_end_holds_the_exit_for_the_grace_period(transport: str, tmp_path: Path) -> None:
     """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; answers that are not read
-    and requests that are not finished. On both transports.
+    and requests that are not finished.
     """
     kinds, never = ["t.gate", "t.stuck", "t.deaf"], {"gate": str(tmp_path / "never")}
-
-    async def end(transport: str) -> None:
-        async with started(transport, grace=1) as server, contextlib.AsyncExitStack() as stack:
-            raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
-            endpoint = f"{server.url}/mcp"
-            if transport == "sse":
-                connected = client_of(f"{server.url}/sse", HANDSHAKE)
-                await stack.enter_async_context(connected)
-                pending: list[Any] = [connected.call_tool(kind, never) for kind in kinds]
-                stuck = await asyncio.to_thread(clog, server.url, "t.big")
-            else:
-                pending = [raw.post(endpoint, **call(kind, never)) for kind in kinds]
-                stuck = await asyncio.to_thread(post_and_stop_reading, endpoint, **call("t.big", {}))
-            stack.enter_context(contextlib.closing(stuck))
-            calls = [asyncio.create_task(one) for one in pending]
-            await server.says("running", len(calls) + 1)
-            for method in ("GET", "POST"):  # and one that never sends the rest of its request
-                slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
-                head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
-            for _ in range(5):  # round trips behind which the server has seen all of that
-                assert (await raw.get(f"{server.url}/health")).status_code == 200
-            server.process.send_signal(signal.SIGTERM)
-            await server.says("stopping")
-            async with asyncio.timeout(20):
-                await asyncio.gather(*calls, return_exceptions=True)  # none is left waiting
-            await server.ends_in_order()
-
-    for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
-        if failure is not None:
-            raise failure
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(Program(transport, grace=1))
+        await server.says("server started")
+        raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        endpoint = f"{server.url}/mcp"
+        if transport == "sse":
+            connected = client_of(f"{server.url}/sse", HANDSHAKE)
+            await stack.enter_async_context(connected)
+            pending: list[Any] = [connected.call_tool(kind, never) for kind in kinds]
+            stuck = await asyncio.to_thread(clog, server.url, "t.big")
+        else:
+            pending = [raw.post(endpoint, **call(kind, never)) for kind in kinds]
+            stuck = await asyncio.to_thread(post_and_stop_reading, endpoint, **call("t.big", {}))
+        stack.enter_context(contextlib.closing(stuck))
+        calls = [asyncio.create_task(one) for one in pending]
+        await server.says("running", len(calls) + 1)
+        for method in ("GET", "POST"):  # and one that never sends the rest of its request
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
+            head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+        for _ in range(5):  # round trips behind which the server has seen all of that
+            assert (await raw.get(f"{server.url}/health")).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        await server.says("stopping")
+        async with asyncio.timeout(20):
+            await asyncio.gather(*calls, return_exceptions=True)  # none is left waiting
+        await server.ends_in_order()
 
 
 HELLO = {"json": message("initialize", initialize_params("2025-11-25")), "headers": ACCEPT}
