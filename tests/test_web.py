@@ -18,6 +18,7 @@ import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,6 +44,8 @@ from conftest import (
 )
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 from support import (
     ACCEPT,
     ENDLESS,
@@ -104,19 +107,11 @@ async def test_other_paths_and_methods_are_refused(transport: str) -> None:
 
 
 async def test_a_websocket_is_refused() -> None:
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, str]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message["type"])
-
     async with async_serve(registry_of(), transport="sse", explorer=True) as app:
+        client = TestClient(app, headers={"Host": "127.0.0.1"})
         for path in ("/messages/", "/explorer/"):
-            scope = {"type": "websocket", "path": path, "headers": [(b"host", b"127.0.0.1")], "subprotocols": []}
-            await app(scope, receive, send)
-    assert sent == ["websocket.close"] * 2
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path):
+                pass
 
 
 @pytest.mark.requirement("FR-TRANSPORT-003")
@@ -350,22 +345,21 @@ async def test_what_is_no_session_never_gets_into_the_log(caplog: pytest.LogCapt
 # ---- Middleware of the user's ----
 
 
-class Doorman:
+def doorman(app: Any, secret: str, asked: list[str]) -> Any:
     """Starlette middleware that lets in who knows the secret, and notes every path that was asked for."""
 
-    def __init__(self, app: Any, secret: str, asked: list[str]) -> None:
-        self.app, self.secret, self.asked = app, secret, asked
+    async def let_in(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        known = (b"x-secret", secret.encode()) in scope["headers"]
+        await (app if known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.asked.append(scope["path"])
-        known = (b"x-secret", self.secret.encode()) in scope["headers"]
-        await (self.app if known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
+    return let_in
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: str) -> None:
     asked: list[str] = []
-    middleware = [Middleware(Doorman, secret="xyzzy", asked=asked)]
+    middleware = [Middleware(doorman, secret="xyzzy", asked=asked)]
     options: dict[str, Any] = {"explorer": True, "metrics_collector": MetricsCollector(), "middleware": middleware}
     doors = [("GET", path) for path in ("/metrics", "/explorer/", "/explorer/tools", "/nowhere")]
     doors += [("POST", "/mcp")] if transport == "streamable-http" else [("GET", "/sse"), ("POST", "/messages/")]
@@ -387,7 +381,7 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
 
 
 async def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
-    middleware = [Middleware(Doorman, asked=[])]
+    middleware = [Middleware(doorman, asked=[])]
     with pytest.raises(TypeError, match="secret"):
         async with async_serve(registry_of(), middleware=middleware):
             pass
@@ -717,20 +711,10 @@ async def test_metrics_count_the_calls_of_each_module() -> None:
 
 
 def test_any_object_that_exports_can_be_the_collector() -> None:
-    """When it fails, nobody is told why."""
-
-    class Exporter:
-        page = "up 1\n"
-
-        def export_prometheus(self) -> str:
-            if not self.page:
-                raise OSError("/var/lib/metrics")
-            return self.page
-
-    exporter = Exporter()
+    """When it fails, as this one does the second time, nobody is told why."""
+    exporter = SimpleNamespace(export_prometheus=["up 1\n"].pop)
     with serving(registry_of(), metrics_collector=exporter) as url:
         assert httpx.get(f"{url}/metrics").text.startswith("up 1\n")
-        exporter.page = ""
         response = httpx.get(f"{url}/metrics")
         assert (response.status_code, response.text) == (500, "Internal Server Error")
 
@@ -789,14 +773,11 @@ def test_a_slow_reader_gets_its_whole_answer_from_a_server_that_ends() -> None:
 def test_middleware_that_hangs_keeps_no_server() -> None:
     entered = threading.Event()
 
-    def hanging(app: Any) -> Any:
-        async def hang(scope: Any, receive: Any, send: Any) -> None:
-            entered.set()
-            await asyncio.Event().wait()
+    async def hang(*_: Any) -> None:
+        entered.set()
+        await asyncio.Event().wait()
 
-        return hang
-
-    options: dict[str, Any] = {"middleware": [Middleware(hanging)], "shutdown_seconds": 0.1}
+    options: dict[str, Any] = {"middleware": [Middleware(lambda app: hang)], "shutdown_seconds": 0.1}
     with contextlib.ExitStack() as stack, serving(registry_of(), **options) as url:
         client = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port)))
         client.sendall(b"GET /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
