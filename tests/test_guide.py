@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
@@ -299,20 +298,19 @@ OWN_TEST = {("data.md", "as_yaml.py")}
 SERVED = sorted((page, name) for page, name in PROGRAMS - OWN_TEST if re.search("(?m)^ *serve\\(", program(page, name)))
 
 
-def accepts(port: int, server: subprocess.Popen[bytes]) -> bool:
-    """Whether a server listens on this port, or has ended."""
-    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return server.poll() is not None
-
-
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process of its own, which ends well when it is told to."""
-    with open(os.devnull, "wb") as log:
-        server = subprocess.Popen([sys.executable, *command], stderr=log)
+def running(port: int, *command: str) -> Iterator[None]:
+    """A server in a process of its own, once it listens on this port; it ends well when it is told to."""
+    server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
+
+    def is_up_or_gone() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return server.poll() is not None
+
     try:
-        yield server
+        until(is_up_or_gone)
+        yield
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(timeout=30)
@@ -330,8 +328,7 @@ async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
         return
     port = free_port()
     (project / name).write_text(text.replace('"streamable-http"', f'"streamable-http", port={port}'))
-    with running(name) as server:
-        until(functools.partial(accepts, port, server))
+    with running(port, name):
         async with httpx.AsyncClient() as http:
             listed = await http.post(f"http://127.0.0.1:{port}/mcp", **modern("tools/list"))
         if "login(" in text:
@@ -341,24 +338,25 @@ async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
             assert [tool["name"] for tool in answer(listed)["result"]["tools"]] == ["door.ring"]
 
 
+async def complete(*, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
+    """A model of OpenAI's that calls `text-shout`, and then says what it was told."""
+    assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
+    told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
+    reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [SHOUT]})
+    return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
+
+
+async def respond(*, model: str, input: list[Any], tools: list[Any]) -> Any:
+    """The same, behind the Responses API."""
+    assert [tool["name"] for tool in tools] == ["text-shout"]
+    if isinstance(input[-1], dict) and "output" in input[-1]:
+        return SimpleNamespace(output=[], output_text=input[-1]["output"])
+    return SimpleNamespace(output=[SHOUT], output_text="")
+
+
 class AsyncOpenAI:
-    """OpenAI's client with a model that calls `text-shout`, and then says what it was told."""
-
-    def __init__(self) -> None:
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.complete))
-        self.responses = SimpleNamespace(create=self.respond)
-
-    async def complete(self, *, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
-        assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
-        told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
-        reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [SHOUT]})
-        return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
-
-    async def respond(self, *, model: str, input: list[Any], tools: list[Any]) -> Any:
-        assert [tool["name"] for tool in tools] == ["text-shout"]
-        if isinstance(input[-1], dict) and "output" in input[-1]:
-            return SimpleNamespace(output=[], output_text=input[-1]["output"])
-        return SimpleNamespace(output=[SHOUT], output_text="")
+    chat = SimpleNamespace(completions=SimpleNamespace(create=complete))
+    responses = SimpleNamespace(create=respond)
 
 
 SHOUT = SimpleNamespace(id="1", call_id="1", type="function_call", name="text-shout", arguments='{"text": "hi"}')
@@ -542,19 +540,14 @@ def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
     subprocess.run([sys.executable, *check.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
     (told,) = [block.text for block in blocks("callers-and-logins.md", "sh")]
     unit, container, told = (command.replace("\\\n", "") for command in (unit, container, told))
-    with contextlib.ExitStack() as servers:
-        ports = {}
-        for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
-            port = free_port()
-            words[words.index("--port") + 1] = str(port)
-            words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
-            script = str(ROOT / "examples" / Path(words[0]).name)
-            ports[port] = servers.enter_context(running(script, *words[1:]))
-        for port, server in ports.items():
-            until(functools.partial(accepts, port, server))
+    for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
+        port = free_port()
+        words[words.index("--port") + 1] = str(port)
+        words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
+        with running(port, str(ROOT / "examples" / Path(words[0]).name), *words[1:]):
             refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
-            assert refused.status_code == 401
-            assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
+        assert refused.status_code == 401
+        assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
 
 
 @pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])
