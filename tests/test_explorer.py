@@ -29,6 +29,11 @@ def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     raise OSError("/etc/passwd")
 
 
+def fail_to_format(value: Any) -> str:
+    value.clear()
+    raise ValueError("nothing can be made of it")
+
+
 async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     ran.append(inputs)
     return {"answer": await elicit(context, "Sure?")}
@@ -142,28 +147,18 @@ DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
         *(pytest.param("t.ask", body, 400, NO_OBJECT, id=f"{body}") for body in (b"", b"[]", b'{"a": NaN}', b"\xff")),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"validate_inputs": True, "output_formatter": str}], ids=str)
+@pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_a_call_is_answered_in_json(
-    name: str, body: bytes, status: int, expected: dict[str, Any], options: dict[str, Any]
+    name: str, body: bytes, status: int, expected: dict[str, Any], validate_inputs: bool, caplog: Any
 ) -> None:
-    """The result is JSON whatever an output formatter makes of the text that clients get."""
+    """The result is JSON and no output formatter is asked: it is for the text that clients get."""
+    options = {"validate_inputs": validate_inputs, "output_formatter": fail_to_format}
     async with explorer(approval="auto", **options) as client:
         response = await client.post(f"/explorer/tools/{name}/call", content=body, headers=JSON)
     answer = response.json()
     assert (response.status_code, {key: answer[key] for key in expected}) == (status, expected)
     assert ("content" in answer) == (name == "t.draw")
-
-
-def fail_to_format(value: Any) -> str:
-    value.clear()
-    raise ValueError("nothing can be made of it")
-
-
-async def test_an_output_formatter_that_fails_changes_nothing_here(caplog: pytest.LogCaptureFixture) -> None:
-    async with explorer(output_formatter=fail_to_format, approval="auto") as client:
-        response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
-    assert response.json() == {"result": {"width": 1}}
-    assert "output_formatter" not in caplog.text, "it is for the text that clients get"
+    assert "output_formatter" not in caplog.text
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")
