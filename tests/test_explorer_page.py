@@ -427,28 +427,32 @@ PAYMENTS = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING,
 PAYMENTS += [objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]
 CASH, CHEQUE = objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)
 
-FORMS: dict[str, tuple[Any, ...]] = {
-    "a form begins with defaults and what must be there": (
+
+def form(schema: Any, *, begins: Any = None, given: Any = None, shows: Any = (), edits: Any = None, sends: Any) -> Any:
+    """The arguments that the form of a schema begins with; others that are given as JSON, and sent as they are; what is
+    shown of them; what is edited, and what is sent then."""
+    return schema, begins or {}, given or {}, shows, edits or {}, sends
+
+
+FORMS = {
+    "a form begins with defaults and what must be there": form(
         ORDER,
-        {"count": 1, "address": {}},
-        {},
-        [],
-        {"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string, date": "2026-02-28",
-         "city": "Ulm", "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "30"},
-        {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28",
-         "address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 30}},
+        begins={"count": 1, "address": {}},
+        edits={"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string": "2026-02-28", "city": "Ulm",
+               "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "3"},
+        sends={"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28",
+               "address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 3}},
     ),
-    "what the form does not know is kept": (
+    "what the form does not know is kept": form(
         ORDER,
-        {"count": 1, "address": {}},
-        {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}, "lines": [{"sku": "B"}, {"sku": "C"}],
-         "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1},
-        [],
-        {"zip": "53111", "Remove lines 1": ""},
-        {"customer": "Bo", "note": None, "address": {"city": "Bonn", "zip": "53111", "floor": 3},
-         "lines": [{"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1},
+        begins={"count": 1, "address": {}},
+        given={"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}, "extra": 2**60 + 1,
+               "lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}},
+        edits={"zip": "53111", "Remove lines 1": ""},
+        sends={"customer": "Bo", "note": None, "address": {"city": "Bonn", "zip": "53111", "floor": 3},
+               "extra": 2**60 + 1, "lines": [{"sku": "C"}], "pay": {"kind": "card", "number": "4"}},
     ),
-    "a null stays null until somebody edits it": (
+    "a null stays null until somebody edits it": form(
         objects(
             "must object either",
             must={"anyOf": [{"type": "array", "items": INTEGER}, NULL]},
@@ -456,60 +460,52 @@ FORMS: dict[str, tuple[Any, ...]] = {
             either={"oneOf": [{"const": "x"}, INTEGER, NULL]},
             number={"anyOf": [NUMBER, NULL], "default": 1},
         ),
-        {"must": [], "object": {"n": 7}, "either": "x", "number": 1},
-        dict.fromkeys(("must", "object", "either", "number")),
-        ["null"] * 4,
-        {"Add to must": "", "must 1": "5", "number": "2"},
-        {"must": [5], "object": None, "either": None, "number": 2},
+        begins={"must": [], "object": {"n": 7}, "either": "x", "number": 1},
+        given=dict.fromkeys(("must", "object", "either", "number")),
+        shows=["null"] * 4,
+        edits={"Add to must": "", "must 1": "5", "number": "2"},
+        sends={"must": [5], "object": None, "either": None, "number": 2},
     ),
-    "what a field cannot show is told": (
+    "what a field cannot show is told": form(
         objects(day={"type": "string", "format": "date"}, colour={"enum": ["red", "green"]}, flag={"type": "boolean"},
                 sizes={"type": "array", "items": INTEGER}, kind={"oneOf": [INTEGER, {"type": "boolean"}]}),
-        {},
-        {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
-        ['"31.01.2025"', '"mauve"', '"yes"', '"all"', '["k"]'],
-        {"day": "2025-01-31"},
-        {"day": "2025-01-31", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+        given={"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+        shows=['"31.01.2025"', '"mauve"', '"yes"', '"all"', '["k"]'],
+        edits={"day": "2025-01-31"},
+        sends={"day": "2025-01-31", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
     ),
-    "what has no title is called by what tells it from the others": (
+    "what has no title is called by what tells it from the others": form(
         objects(pay={"oneOf": PAYMENTS}),
-        {},
-        {},
-        ["card or object of iban, bic or string or 5 or object of a, b, c, … or object"],
-        {"Include pay": "", "Kind of pay": "object of iban, bic", "iban string": "DE02"},
-        {"pay": {"iban": "DE02"}},
+        shows=["card or object of iban, bic or string or 5 or object of a, b, c, … or object"],
+        edits={"Include pay": "", "Kind of pay": "object of iban, bic", "iban string": "DE02"},
+        sends={"pay": {"iban": "DE02"}},
     ),
-    "what is left out is told and what the form does not know can be edited": (
+    "what is left out is told and what the form does not know can be edited": form(
         objects("pick list", pick={"oneOf": [{"title": "A", **SEVEN}, {"title": "B", **SEVEN}]},
                 list={"type": "array", "items": {}}, inner={**objects(a=STRING), "additionalProperties": False}),
-        {"pick": {"n": 7}, "list": []},
-        {"other": [2], "inner": {"a": "x", "b": 3}},
-        ["Until this is edited it is left out"] * 2,
-        {"b any": "4", "Remove other": "", "n integer": "1"},
-        {"inner": {"a": "x", "b": 4}, "pick": {"n": 1}},
+        begins={"pick": {"n": 7}, "list": []},
+        given={"other": [2], "inner": {"a": "x", "b": 3}},
+        shows=["Until this is edited it is left out"] * 2,
+        edits={"b any": "4", "Remove other": "", "n integer": "1"},
+        sends={"inner": {"a": "x", "b": 4}, "pick": {"n": 1}},
     ),
-    "every entry of a map is data and every digit is kept": (
+    "every entry of a map is data and every digit is kept": form(
         objects(map={"type": "object", "additionalProperties": INTEGER}, n={**NUMBER, "maximum": 2**60 + 1}, m=NUMBER),
-        {},
-        {"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}},
-        [f"≤ {2**60 + 1}"],
-        {"constructor": "5", "n number": "1e400", "m number": "0.12345678901234567890"},
-        {"map": {"": 1, "__proto__": 2, "constructor": 5, "toString": 4}, "n": Decimal("1e400"),
-         "m": Decimal("0.12345678901234567890")},
+        given={"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}},
+        shows=[f"≤ {2**60 + 1}"],
+        edits={"constructor": "5", "n number": "1e400", "m number": "0.12345678901234567890"},
+        sends={"map": {"": 1, "__proto__": 2, "constructor": 5, "toString": 4}, "n": Decimal("1e400"),
+               "m": Decimal("0.12345678901234567890")},
     ),
-    "what all kinds have stands in each": (
+    "what all kinds have stands in each": form(
         {"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": [CASH, CHEQUE]}]},
-        {},
-        {"x": 2, "amount": 3},
-        [],
-        {"Kind of arguments": "Cheque", "x integer": "1", "number string": "4"},
-        {"x": 1, "number": "4"},
+        given={"x": 2, "amount": 3},
+        edits={"Kind of arguments": "Cheque", "x integer": "1", "number string": "4"},
+        sends={"x": 1, "number": "4"},
     ),
-    "any": ({"type": "object"}, {}, {"a": 55}, ["It can be given some as JSON."], {}, {"a": 55}),
-    "none": ({**NOTHING, "additionalProperties": False}, {}, {}, ["This tool takes no arguments."], {}, {}),
+    "any": form({"type": "object"}, given={"a": 55}, shows=["It can be given some as JSON."], sends={"a": 55}),
+    "none": form({**NOTHING, "additionalProperties": False}, shows=["This tool takes no arguments."], sends={}),
 }  # fmt: skip
-"""A schema, and the arguments that the form begins with; others that are given as JSON, and sent as they are; what is
-shown of them; what is edited, and what is sent then."""
 
 
 @pytest.mark.parametrize(("schema", "begins", "given", "shows", "edits", "sends"), FORMS.values(), ids=FORMS)
