@@ -839,10 +839,9 @@ def test_a_page_of_another_origin_can_run_and_read_nothing(show: Show, url: str,
     assert runs == [{}]
 
 
-ANY_NAME: list[dict[str, Any]] = [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}]
-
-
-@pytest.mark.parametrize("options", ANY_NAME, ids=str)
+@pytest.mark.parametrize(
+    "options", [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}], ids=str
+)
 def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Page, options: dict[str, Any]) -> None:
     runs, touch = counted()
     registry = registry_of({"t.one": FunctionalModule(touch, input_schema=NOTHING, description="SECRET")})
@@ -871,16 +870,14 @@ def own_page(page: Page) -> FrameLocator:
     return page.frame_locator("iframe")
 
 
-def messages(page: Page, *wanted: str) -> list[Any]:
-    """What the tool's page, which is app.html, has been sent, once the last of these words is in it."""
+def messages(page: Page, words: str) -> Any:
+    """What the tool's page, which is app.html, has been sent, once these words are in it."""
     text = own_page(page).locator("#got")
-    for word in wanted:
-        expect(text).to_contain_text(word)
-    got: list[Any] = json.loads(text.inner_text())
-    return got
+    expect(text).to_contain_text(words)
+    return json.loads(text.inner_text())
 
 
-def run_app(page: Page) -> list[Any]:
+def run_app(page: Page) -> Any:
     """Presses Run; what the tool's page, which is app.html, has been sent."""
     sent(page)
     return messages(page, RESULT)
