@@ -81,7 +81,7 @@ async def test_the_page_is_where_the_prefix_says(prefix: str, transport: str, mo
         assert (await client.get(at, follow_redirects=True)).url.path == f"{mounted}{at}/"
         assert len((await client.get(f"{at}/tools")).json()) == len(MODULES)
         endpoint = (await client.get(f"{at}/server")).json()["endpoint"]
-        assert urljoin(f"{at}/", endpoint) == ("/sse" if transport == "sse" else "/mcp")
+        assert urljoin(f"{mounted}{at}/", endpoint) == mounted + ("/sse" if transport == "sse" else "/mcp")
         assert (await client.post(f"{at}/tools/t.ask/call", json={})).json() == {"result": {"answer": None}}
         assert ((await client.get("/explorer/")).status_code == 404) == (at != "/explorer")
 
