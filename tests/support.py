@@ -52,9 +52,11 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, ElicitRequest, ElicitResult, InputRequiredResult
 from pydantic import BaseModel, Field
+from starlette.applications import Starlette
 from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.routing import Mount
 
 from apcore_mcp import MCPServer, async_serve, elicit, report_progress, serve, to_openai_tools
 from apcore_mcp.core import Catalog, Tool
@@ -579,14 +581,24 @@ async def hosted(modules: Any, mode: str = MODERN, user: Any = None, **options: 
         yield client
 
 
+@contextlib.asynccontextmanager
+async def asgi_client(source: Any, *, mounted: str = "", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app that `async_serve()` yields, without a socket between them; at `mounted` in another app."""
+    async with async_serve(source, **options) as app:
+        outer = Starlette(routes=[Mount(mounted, app)]) if mounted else app
+        url = f"http://127.0.0.1:8000{mounted}"
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url=url) as client:
+            yield client
+
+
 class _ByHeader(AuthenticationBackend):
     async def authenticate(self, conn: Any) -> tuple[AuthCredentials, SimpleUser] | None:
-        name = conn.headers.get("x-user")
+        name = conn.headers.get("x-user") or conn.headers.get("authorization")
         return (AuthCredentials([]), SimpleUser(name)) if name else None
 
 
 LOGIN = [Middleware(AuthenticationMiddleware, backend=_ByHeader())]
-"""For a server whose caller is whom the header `X-User` names."""
+"""For a server whose caller is whom the header `X-User` (or a whole `Authorization`) names."""
 
 
 def waiting() -> tuple[Any, asyncio.Event, asyncio.Event]:

@@ -33,18 +33,10 @@ async def resources(client: Client) -> list[str]:
     return [resource.uri for resource in (await client.list_resources()).resources]
 
 
-def extensions(client: Client) -> Any:
-    """What the server says that it has beside MCP itself, and beside tasks."""
-    extensions = {**(client.server_capabilities.extensions or {})}
-    extensions.pop("io.modelcontextprotocol/tasks", None)
-    return extensions
-
-
 @pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
 async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
     module = gives({"n": 1}, metadata=overlay(PAGE), name="Draw", documentation="How to draw.")
     async with connect({"image.draw": module, "plain": echo}, mode=mode) as client:
-        assert extensions(client) == {EXTENSION_ID: {}}
         tool, plain = (await client.list_tools()).tools
         assert (meta_of(tool), meta_of(plain)) == ({"resourceUri": "ui://image.draw"}, None)
         listed = {resource.uri: resource for resource in (await client.list_resources()).resources}
@@ -64,7 +56,7 @@ async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> N
     pages: list[Any] = ["", None, 5, b"<p>", ["<p>"], {"html": "<p>"}]
     modules = {f"m{number}": gives({"n": 1}, metadata=overlay(page)) for number, page in enumerate(pages)}
     async with connect(modules, mode="auto") as client:
-        assert extensions(client) == {}
+        assert EXTENSION_ID not in (client.server_capabilities.extensions or {})
         tools = (await client.list_tools()).tools
         assert [meta_of(tool) for tool in tools] == [None] * len(pages)
         assert await resources(client) == []
@@ -96,14 +88,9 @@ async def test_a_page_comes_and_goes_with_its_module(mode: str) -> None:
 
 AUTHORED = {
     "by_class.py": """
-from pydantic import BaseModel
-
-class Nothing(BaseModel):
-    pass
-
 class Draw:
     description = "Draws"
-    input_schema = output_schema = Nothing
+    input_schema = output_schema = {"type": "object"}
     metadata = {"display": {"mcp": {"page": "<p>class"}}}
 
     def execute(self, inputs, context):

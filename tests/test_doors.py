@@ -41,21 +41,19 @@ from conftest import (
     until,
     with_clock,
 )
-from starlette.applications import Starlette
 from starlette.middleware import Middleware as ASGIMiddleware
-from starlette.routing import Mount
 from support import (
     ERAS,
     LOGGER,
     CountingRegistry,
     Gate,
     answer,
+    asgi_client,
     ended_well,
     entered,
     every_door,
     followed,
     listed,
-    logged,
     messages_logged,
     modern,
     text_of,
@@ -350,18 +348,13 @@ def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     started = "apcore-mcp server started: "
     with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
         line = f"{started}2 tools registered, transport=streamable-http, at {url}/mcp, explorer at {url}/explorer/"
-        assert lines_logged(caplog) == [("INFO", line)]
+        assert messages_logged(caplog, logging.INFO) == [line]
     caplog.clear()
     with serving(registry_of(), transport="sse") as url:
-        assert lines_logged(caplog) == [
-            ("WARNING", "No modules registered; server starting with zero tools"),
-            ("WARNING", "SSE transport is deprecated; use streamable-http instead"),
-            ("INFO", f"{started}0 tools registered, transport=sse, at {url}/sse"),
-        ]
-
-
-def lines_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(record.levelname, record.getMessage()) for record in logged(caplog)]
+        assert messages_logged(caplog, logging.INFO) == [f"{started}0 tools registered, transport=sse, at {url}/sse"]
+        none, deprecated = messages_logged(caplog)
+        assert none == "No modules registered; server starting with zero tools"
+        assert deprecated == "SSE transport is deprecated; use streamable-http instead"
 
 
 def test_a_program_without_a_log_is_told_where_it_listens(
@@ -436,11 +429,6 @@ async def test_serve_in_a_running_loop_points_to_async_serve() -> None:
         await asyncio.to_thread(serve, registry_of(), **options)
 
 
-def asgi_client(app: Starlette) -> httpx.AsyncClient:
-    """An HTTP client that needs no socket: it calls the app."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
-
-
 @pytest.mark.parametrize(("prefix", "transport"), [("", "stdio"), ("/deep/tools", "streamable-http")])
 async def test_async_serve_answers_also_under_a_prefix(prefix: str, transport: str) -> None:
     """Also with the default transport; the outer app runs no lifespan. An error of the body comes out as it is."""
@@ -448,11 +436,10 @@ async def test_async_serve_answers_also_under_a_prefix(prefix: str, transport: s
     options: Any = {"on_startup": lambda: calls.append("up"), "on_shutdown": lambda: calls.append("down")}
 
     async def host() -> None:
-        async with async_serve(registry_of({"t.echo": echo}), transport=transport, **options) as app:
+        async with asgi_client(registry_of({"t.echo": echo}), mounted=prefix, transport=transport, **options) as client:
             assert calls == ["up"]
-            async with asgi_client(Starlette(routes=[Mount(prefix, app=app)]) if prefix else app) as client:
-                told = await client.post(f"{prefix}/mcp", **modern("tools/call", {"name": "t.echo"}))
-                assert answer(told)["result"]["structuredContent"] == {}
+            told = await client.post("/mcp", **modern("tools/call", {"name": "t.echo"}))
+            assert answer(told)["result"]["structuredContent"] == {}
             _fail()
 
     with pytest.raises(LookupError, match="of the callback"):
@@ -568,9 +555,8 @@ async def _end_while_a_call_runs(loop: Clock, ending: str) -> None:
         downs.append("down")
 
     async def host() -> None:
-        source = registry_of({"work": work})
         with scope, contextlib.suppress(asyncio.CancelledError):
-            async with async_serve(source, on_shutdown=on_shutdown) as app, asgi_client(app) as client:
+            async with asgi_client(registry_of({"work": work}), on_shutdown=on_shutdown) as client:
                 left.append(asyncio.create_task(client.post("/mcp", **modern("tools/call", {"name": "work"}))))
                 await running.wait()
                 if ending != "plain":

@@ -4,23 +4,20 @@ test_explorer_page.py."""
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import math
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from datetime import date
 from typing import Any
 from urllib.parse import urljoin
 
 import httpx
 import pytest
-from apcore import ACL, Executor, ModuleAnnotations, ModuleExample, Registry
+from apcore import ACL, Executor, ModuleAnnotations, ModuleExample
 from conftest import FunctionalModule, echo, registry_of
-from starlette.applications import Starlette
-from starlette.routing import Mount
-from support import UNASKED
+from support import UNASKED, asgi_client
 
-from apcore_mcp import async_serve, elicit
+from apcore_mcp import elicit
 
 SIZE = {"type": "object", "properties": {"width": {"type": "integer"}}, "required": ["width"]}
 PICTURE = {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}
@@ -30,6 +27,11 @@ ran: list[Any] = []
 
 def fail(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
     raise OSError("/etc/passwd")
+
+
+def fail_to_format(value: Any) -> str:
+    value.clear()
+    raise ValueError("nothing can be made of it")
 
 
 async def ask(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -59,16 +61,9 @@ MODULES = {
 }
 
 
-@contextlib.asynccontextmanager
-async def explorer(
-    source: Registry | Executor | None = None, *, mounted: str = "", **options: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+def explorer(source: Any = None, **options: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     """A client of an Explorer that may execute, unless `options` say otherwise."""
-    options = {"explorer": True, "allow_execute": True, **options}
-    async with async_serve(source or registry_of(MODULES), **options) as app:
-        transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            yield client
+    return asgi_client(source or registry_of(MODULES), **{"explorer": True, "allow_execute": True, **options})
 
 
 # ---- What it shows ----
@@ -81,12 +76,12 @@ async def explorer(
 )
 async def test_the_page_is_where_the_prefix_says(prefix: str, transport: str, mounted: str) -> None:
     async with explorer(explorer_prefix=prefix, transport=transport, mounted=mounted) as client:
-        at = mounted + prefix.rstrip("/")
+        at = prefix.rstrip("/")
         assert (await client.get(f"{at}/")).headers["content-type"] == "text/html; charset=utf-8"
-        assert (await client.get(at, follow_redirects=True)).url.path == f"{at}/"
+        assert (await client.get(at, follow_redirects=True)).url.path == f"{mounted}{at}/"
         assert len((await client.get(f"{at}/tools")).json()) == len(MODULES)
         endpoint = (await client.get(f"{at}/server")).json()["endpoint"]
-        assert urljoin(f"{at}/", endpoint) == mounted + ("/sse" if transport == "sse" else "/mcp")
+        assert urljoin(f"{mounted}{at}/", endpoint) == mounted + ("/sse" if transport == "sse" else "/mcp")
         assert (await client.post(f"{at}/tools/t.ask/call", json={})).json() == {"result": {"answer": None}}
         assert ((await client.get("/explorer/")).status_code == 404) == (at != "/explorer")
 
@@ -152,28 +147,18 @@ DRAWN = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
         *(pytest.param("t.ask", body, 400, NO_OBJECT, id=f"{body}") for body in (b"", b"[]", b'{"a": NaN}', b"\xff")),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"validate_inputs": True, "output_formatter": str}], ids=str)
+@pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_a_call_is_answered_in_json(
-    name: str, body: bytes, status: int, expected: dict[str, Any], options: dict[str, Any]
+    name: str, body: bytes, status: int, expected: dict[str, Any], validate_inputs: bool, caplog: Any
 ) -> None:
-    """The result is JSON whatever an output formatter makes of the text that clients get."""
+    """The result is JSON and no output formatter is asked: it is for the text that clients get."""
+    options = {"validate_inputs": validate_inputs, "output_formatter": fail_to_format}
     async with explorer(approval="auto", **options) as client:
         response = await client.post(f"/explorer/tools/{name}/call", content=body, headers=JSON)
     answer = response.json()
     assert (response.status_code, {key: answer[key] for key in expected}) == (status, expected)
     assert ("content" in answer) == (name == "t.draw")
-
-
-def fail_to_format(value: Any) -> str:
-    value.clear()
-    raise ValueError("nothing can be made of it")
-
-
-async def test_an_output_formatter_that_fails_changes_nothing_here(caplog: pytest.LogCaptureFixture) -> None:
-    async with explorer(output_formatter=fail_to_format, approval="auto") as client:
-        response = await client.post("/explorer/tools/image.resize/call", json={"width": 1})
-    assert response.json() == {"result": {"width": 1}}
-    assert "output_formatter" not in caplog.text, "it is for the text that clients get"
+    assert "output_formatter" not in caplog.text
 
 
 @pytest.mark.requirement("FR-EXPLORER-004")

@@ -25,13 +25,8 @@ from apcore.errors import ModuleError
 from apcore.module import ModuleExample
 from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving, until
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
-from starlette.authentication import AuthCredentials, AuthenticationBackend, SimpleUser
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from support import INTEGER, STRING, gives
+from support import INTEGER, LOGIN, STRING, gives
 
 from apcore_mcp import discover
 
@@ -76,12 +71,9 @@ def media(media_type: str) -> dict[str, Any]:
 
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-WAVE = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\0\0\0\0"
-FILES = {"picture": PNG, "sound": base64.b64encode(WAVE).decode(), "page": "PGI+", "n": 2**60 + 1}
+FILES = {"picture": PNG, "sound": "UklGRg==", "page": "PGI+", "n": 2**60 + 1}
 FILES |= {"rows": list(range(10_000)), "text": "one\ntwo\n\tthree", "short": 'say "x"'}
 SHOWN = objects(picture=media("image/png"), sound=media("audio/wav"), page=media("text/html"), n=INTEGER)
-
-
 MODULES = {
     "shop.order": FunctionalModule(lambda inputs, context: {"given": inputs}, input_schema=ORDER),
     "shop.remove": FunctionalModule(echo, annotations=ModuleAnnotations(destructive=True, requires_approval=True)),
@@ -124,14 +116,12 @@ def page(the_page: Page) -> Iterator[Page]:
     assert not problems
 
 
-@pytest.fixture(scope="module")
-def registry() -> Registry:
-    return registry_of(MODULES)
+REGISTRY = registry_of(MODULES)
 
 
 @pytest.fixture(scope="module")
-def url(registry: Registry) -> Iterator[str]:
-    with serving(registry, explorer=True, allow_execute=True, approval="off") as base:
+def url() -> Iterator[str]:
+    with serving(REGISTRY, explorer=True, allow_execute=True, approval="off") as base:
         yield base
 
 
@@ -139,16 +129,16 @@ Show = Callable[..., Page]
 
 
 @pytest.fixture
-def show(page: Page, url: str, registry: Registry) -> Iterator[Show]:
+def show(page: Page, url: str) -> Iterator[Show]:
     """Shows the tool `t.one`, which takes the given schema and answers with its arguments."""
 
     def shown(schema: dict[str, Any], execute: Any = echo, **attributes: Any) -> Page:
-        registry.register("t.one", FunctionalModule(execute, **{"input_schema": schema, **attributes}))
+        REGISTRY.register("t.one", FunctionalModule(execute, input_schema=schema, **attributes))
         opened(page, url, "t.one")
         return page
 
     yield shown
-    registry.unregister("t.one")
+    REGISTRY.unregister("t.one")
 
 
 def opened(page: Page, url: str, name: str) -> None:
@@ -225,6 +215,13 @@ def refresh(page: Page) -> None:
         page.get_by_role("button", name="Refresh").click()
 
 
+def replace(page: Page, execute: Any = echo, **attributes: Any) -> None:
+    """Puts another module in the place of the tool `t.one`, and presses Refresh."""
+    REGISTRY.unregister("t.one")
+    REGISTRY.register("t.one", FunctionalModule(execute, **attributes))
+    refresh(page)
+
+
 # ---- The list ----
 
 
@@ -233,19 +230,13 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
     tools = page.get_by_role("navigation", name="Tools")
     expect(tools.get_by_role("link")).to_have_count(4)
     expect(tools.get_by_role("status")).to_have_text("4 tools")
-    expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("destructive")
-    expect(tools.get_by_role("link", name="shop.remove")).to_contain_text("needs approval")
-    expect(tools.get_by_role("link", name="shop.look")).to_contain_text("read-only")
+    for name, badge in (("remove", "destructive"), ("remove", "needs approval"), ("look", "read-only")):
+        expect(tools.get_by_role("link", name=f"shop.{name}")).to_contain_text(badge)
     page.get_by_label("Search tools").fill("looks ONLY")
     expect(tools.get_by_role("status")).to_have_text("1 of 4 tools")
     tools.get_by_role("link").click()
     expect(page).to_have_url(re.compile(r"#shop\.look$"))
     expect(page).to_have_title(re.compile("^shop.look .+ Tool Explorer$"))
-    page.reload()
-    expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
-    page.get_by_role("link", name="shop.order").click()
-    page.go_back()
-    expect(page.get_by_role("heading", name="shop.look")).to_be_visible()
 
 
 def test_greets_with_what_the_server_is_and_runs_nothing_unless_allowed(page: Page) -> None:
@@ -305,13 +296,11 @@ def test_says_what_is_not_there(page: Page) -> None:
 @pytest.fixture(scope="module")
 def many() -> Iterator[str]:
     """The page of eighty tools in eight groups; their titles are in another order than their ids."""
-
     modules = {}
-    for group in "billing crm files mail orders reports search users".split():
-        for number in range(10):
-            described = {"tags": ["write" if number % 2 else "read"], "name": f"Work {(7 * number) % 10}"}
-            module = FunctionalModule(echo, metadata={"display": {"mcp": {}}}, **described)
-            modules[f"{group}.act_{number}"] = module
+    for number in range(80):
+        group, act = "billing crm files mail orders reports search users".split()[number % 8], number // 8
+        described = {"tags": ["write" if act % 2 else "read"], "name": f"Work {(7 * act) % 10}"}
+        modules[f"{group}.act_{act}"] = FunctionalModule(echo, **described)
     with serving(registry_of(modules), explorer=True) as url:
         yield f"{url}/explorer/"
 
@@ -345,27 +334,6 @@ def test_many_tools_stand_in_groups_that_can_be_closed_and_filtered(page: Page, 
 # ---- The form ----
 
 
-def test_form_and_json_are_two_views_of_the_same_arguments(page: Page, url: str) -> None:
-    opened(page, url, "shop.order")
-    assert arguments(page) == {"count": 1, "address": {}}, "defaults, and what must be there"
-    edits = {"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string, date": "2026-02-28"}
-    edits |= {"city": "Ulm", "Add to lines": "", "sku": "A1", "Include pay": "", "Kind of pay": "Invoice", "days": "30"}
-    for name, value in edits.items():
-        edit(page, name, value)
-    expected = {"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28"}
-    expected |= {"address": {"city": "Ulm"}, "lines": [{"sku": "A1"}], "pay": {"kind": "invoice", "days": 30}}
-    assert arguments(page) == expected
-    changed = {"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}}
-    changed |= {"lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}, "extra": 2**60 + 1}
-    write_json(page, changed)
-    for label, value in (("customer", "Bo"), ("count", ""), ("number string", "4")):
-        expect(page.get_by_label(label)).to_have_value(value)
-    page.get_by_label("zip").fill("53111")
-    page.get_by_role("button", name="Remove lines 1").click()
-    changed |= {"address": {"city": "Bonn", "zip": "53111", "floor": 3}, "lines": [{"sku": "C"}]}
-    assert sent(page) == changed, "what the form does not know is kept, and so is every digit"
-
-
 def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> None:
     opened(page, url, "shop.order")
     box = page.get_by_label("Arguments as JSON")
@@ -380,8 +348,7 @@ def test_json_that_is_none_stays_in_sight_until_it_is(page: Page, url: str) -> N
 
 
 def test_half_written_json_is_never_run_nor_a_secret_of_any_type_shown(show: Show) -> None:
-    pin, key = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING))
-    secret = {"x-sensitive": True, "description": "Any value"}
+    pin, key, secret = ({**kind, "x-sensitive": True} for kind in (INTEGER, STRING, {"description": "Any value"}))
     page = show(objects(pin=pin, key=key, any=secret, pins={"type": "array", "items": pin}))
     page.get_by_role("button", name="Add to pins").click()
     for label in ("pin integer", "key string", "any any", "pins 1 integer"):
@@ -459,11 +426,33 @@ SEVEN = {"type": "object", "properties": {"n": {"type": "integer", "default": 7}
 PAYMENTS = [objects(kind={"const": "card"}, number=STRING), objects(iban=STRING, bic=STRING), STRING, {"const": 5}]
 PAYMENTS += [objects(**dict.fromkeys("abcd", STRING)), {"type": "object"}]
 CASH, CHEQUE = objects("amount", "Cash", amount=INTEGER), objects("number", "Cheque", number=STRING)
-ODD_MAP = {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}
 
 
-FORMS: dict[str, tuple[Any, ...]] = {
-    "a null stays null until somebody edits it": (
+def form(schema: Any, *, begins: Any = None, given: Any = None, shows: Any = (), edits: Any = None, sends: Any) -> Any:
+    """The arguments that the form of a schema begins with; others that are given as JSON, and sent as they are; what is
+    shown of them; what is edited, and what is sent then."""
+    return schema, begins or {}, given or {}, shows, edits or {}, sends
+
+
+FORMS = {
+    "a form begins with defaults and what must be there": form(
+        ORDER,
+        begins={"count": 1, "address": {}},
+        edits={"customer": "Ann", "count": "3", "colour": "green", "gift": "false", "on string": "2026-02-28",
+               "city": "Ulm", "Add to lines": "", "sku": "A", "Include pay": "", "Kind of pay": "Invoice", "days": "3"},
+        sends={"customer": "Ann", "count": 3, "colour": "green", "gift": False, "on": "2026-02-28",
+               "address": {"city": "Ulm"}, "lines": [{"sku": "A"}], "pay": {"kind": "invoice", "days": 3}},
+    ),
+    "what the form does not know is kept": form(
+        ORDER,
+        begins={"count": 1, "address": {}},
+        given={"customer": "Bo", "note": None, "address": {"city": "Bonn", "floor": 3}, "extra": 2**60 + 1,
+               "lines": [{"sku": "B"}, {"sku": "C"}], "pay": {"kind": "card", "number": "4"}},
+        edits={"zip": "53111", "Remove lines 1": ""},
+        sends={"customer": "Bo", "note": None, "address": {"city": "Bonn", "zip": "53111", "floor": 3},
+               "extra": 2**60 + 1, "lines": [{"sku": "C"}], "pay": {"kind": "card", "number": "4"}},
+    ),
+    "a null stays null until somebody edits it": form(
         objects(
             "must object either",
             must={"anyOf": [{"type": "array", "items": INTEGER}, NULL]},
@@ -471,60 +460,52 @@ FORMS: dict[str, tuple[Any, ...]] = {
             either={"oneOf": [{"const": "x"}, INTEGER, NULL]},
             number={"anyOf": [NUMBER, NULL], "default": 1},
         ),
-        {"must": [], "object": {"n": 7}, "either": "x", "number": 1},
-        dict.fromkeys(("must", "object", "either", "number")),
-        ["null"] * 4,
-        {"Add to must": "", "must 1": "5", "number": "2"},
-        {"must": [5], "object": None, "either": None, "number": 2},
+        begins={"must": [], "object": {"n": 7}, "either": "x", "number": 1},
+        given=dict.fromkeys(("must", "object", "either", "number")),
+        shows=["null"] * 4,
+        edits={"Add to must": "", "must 1": "5", "number": "2"},
+        sends={"must": [5], "object": None, "either": None, "number": 2},
     ),
-    "what a field cannot show is told": (
+    "what a field cannot show is told": form(
         objects(day={"type": "string", "format": "date"}, colour={"enum": ["red", "green"]}, flag={"type": "boolean"},
                 sizes={"type": "array", "items": INTEGER}, kind={"oneOf": [INTEGER, {"type": "boolean"}]}),
-        {},
-        {"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
-        ['"31.01.2025"', '"mauve"', '"yes"', '"all"', '["k"]'],
-        {"day": "2025-01-31"},
-        {"day": "2025-01-31", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+        given={"day": "31.01.2025", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
+        shows=['"31.01.2025"', '"mauve"', '"yes"', '"all"', '["k"]'],
+        edits={"day": "2025-01-31"},
+        sends={"day": "2025-01-31", "colour": "mauve", "flag": "yes", "sizes": "all", "kind": ["k"]},
     ),
-    "what has no title is called by what tells it from the others": (
+    "what has no title is called by what tells it from the others": form(
         objects(pay={"oneOf": PAYMENTS}),
-        {},
-        {},
-        ["card or object of iban, bic or string or 5 or object of a, b, c, … or object"],
-        {"Include pay": "", "Kind of pay": "object of iban, bic", "iban string": "DE02"},
-        {"pay": {"iban": "DE02"}},
+        shows=["card or object of iban, bic or string or 5 or object of a, b, c, … or object"],
+        edits={"Include pay": "", "Kind of pay": "object of iban, bic", "iban string": "DE02"},
+        sends={"pay": {"iban": "DE02"}},
     ),
-    "what is left out is told and what the form does not know can be edited": (
+    "what is left out is told and what the form does not know can be edited": form(
         objects("pick list", pick={"oneOf": [{"title": "A", **SEVEN}, {"title": "B", **SEVEN}]},
                 list={"type": "array", "items": {}}, inner={**objects(a=STRING), "additionalProperties": False}),
-        {"pick": {"n": 7}, "list": []},
-        {"other": [2], "inner": {"a": "x", "b": 3}},
-        ["Until this is edited it is left out"] * 2,
-        {"b any": "4", "Remove other": "", "n integer": "1"},
-        {"inner": {"a": "x", "b": 4}, "pick": {"n": 1}},
+        begins={"pick": {"n": 7}, "list": []},
+        given={"other": [2], "inner": {"a": "x", "b": 3}},
+        shows=["Until this is edited it is left out"] * 2,
+        edits={"b any": "4", "Remove other": "", "n integer": "1"},
+        sends={"inner": {"a": "x", "b": 4}, "pick": {"n": 1}},
     ),
-    "every entry of a map is data and every digit is kept": (
+    "every entry of a map is data and every digit is kept": form(
         objects(map={"type": "object", "additionalProperties": INTEGER}, n={**NUMBER, "maximum": 2**60 + 1}, m=NUMBER),
-        {},
-        {"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}},
-        [f"≤ {2**60 + 1}"],
-        {"constructor": "5", "n number": "1e400", "m number": "0.12345678901234567890"},
-        {"map": {"": 1, "__proto__": 2, "constructor": 5, "toString": 4}, "n": Decimal("1e400"),
-         "m": Decimal("0.12345678901234567890")},
+        given={"map": {"": 1, "__proto__": 2, "constructor": 3, "toString": 4}},
+        shows=[f"≤ {2**60 + 1}"],
+        edits={"constructor": "5", "n number": "1e400", "m number": "0.12345678901234567890"},
+        sends={"map": {"": 1, "__proto__": 2, "constructor": 5, "toString": 4}, "n": Decimal("1e400"),
+               "m": Decimal("0.12345678901234567890")},
     ),
-    "what all kinds have stands in each": (
+    "what all kinds have stands in each": form(
         {"type": "object", "allOf": [{"properties": {"x": INTEGER}}, {"anyOf": [CASH, CHEQUE]}]},
-        {},
-        {"x": 2, "amount": 3},
-        [],
-        {"Kind of arguments": "Cheque", "x integer": "1", "number string": "4"},
-        {"x": 1, "number": "4"},
+        given={"x": 2, "amount": 3},
+        edits={"Kind of arguments": "Cheque", "x integer": "1", "number string": "4"},
+        sends={"x": 1, "number": "4"},
     ),
-    "any": ({"type": "object"}, {}, {"a": 55}, ["It can be given some as JSON."], {}, {"a": 55}),
-    "none": ({**NOTHING, "additionalProperties": False}, {}, {}, ["This tool takes no arguments."], {}, {}),
+    "any": form({"type": "object"}, given={"a": 55}, shows=["It can be given some as JSON."], sends={"a": 55}),
+    "none": form({**NOTHING, "additionalProperties": False}, shows=["This tool takes no arguments."], sends={}),
 }  # fmt: skip
-"""A schema, and the arguments that the form begins with; others that are given as JSON, and sent as they are; what is
-shown of them; what is edited, and what is sent then."""
 
 
 @pytest.mark.parametrize(("schema", "begins", "given", "shows", "edits", "sends"), FORMS.values(), ids=FORMS)
@@ -553,14 +534,12 @@ def test_a_name_in_a_map_is_there_and_there_once(show: Show) -> None:
     expect(refused(page)).to_contain_text("constructor")
 
 
-def test_a_refresh_loses_nothing_that_was_typed(show: Show, registry: Registry) -> None:
+def test_a_refresh_loses_nothing_that_was_typed(show: Show) -> None:
     def asks_for(*names: str) -> dict[str, Any]:
         return objects(**{name: {"type": "string", "default": name.upper()} for name in names})
 
     def asks_now_for(*names: str) -> None:
-        registry.unregister("t.one")
-        registry.register("t.one", FunctionalModule(echo, input_schema=asks_for(*names)))
-        refresh(page)
+        replace(page, input_schema=asks_for(*names))
         expect(page.get_by_label(f"{names[-1]} string")).to_be_attached()
 
     page = show(asks_for("c"))
@@ -602,7 +581,7 @@ def test_results_are_shown_as_what_they_are_and_large_ones_piece_by_piece(page: 
     expect(result.get_by_text("9999: 9999")).to_be_visible()
 
 
-def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry) -> None:
+def test_a_running_call_shows_and_can_be_given_up(show: Show) -> None:
     end = threading.Event()
 
     def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -615,9 +594,7 @@ def test_a_running_call_shows_and_can_be_given_up(show: Show, registry: Registry
     page.keyboard.press("Escape")
     expect(result).to_contain_text("The call was cancelled. What the tool has begun may go on to its end.")
     expect(run(page)).to_contain_text("Running…")
-    registry.unregister("t.one")
-    registry.register("t.one", FunctionalModule(wait, description="Another"))
-    refresh(page)
+    replace(page, wait, description="Another")
     expect(result).to_contain_text("Running…")
     page.get_by_role("button", name="Cancel").click()
     expect(result).to_contain_text("The call was cancelled.")
@@ -652,9 +629,8 @@ AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
 
 def in_a_shell(command: str, **environment: str) -> Any:
     """What a shell's curl is answered."""
-    variables = {**os.environ, **environment}
-    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=True, env=variables)
-    answer = json.loads(ran.stdout)["result"]
+    said = subprocess.check_output(["sh", "-c", command], timeout=30, env={**os.environ, **environment})
+    answer = json.loads(said)["result"]
     return answer.get("structuredContent", answer)
 
 
@@ -688,30 +664,20 @@ def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> No
 TOKEN = "s3cret-tok3n"
 
 
-class Bearer(AuthenticationBackend):
-    """Knows one caller by a token that no name or description has in it."""
-
-    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        if conn.headers.get("authorization") != f"Bearer {TOKEN}":
-            return None
-        return AuthCredentials(), SimpleUser("ann")
-
-
 @needs_curl
 def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None:
-    def who(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {"caller": context.identity and context.identity.id}
+    def know(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        return {"known": context.identity is not None}
 
-    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
-    with serving(registry_of({"t.who": who}), explorer=True, allow_execute=True, middleware=middleware) as url:
-        opened(page, url, "t.who")
-        expect(run(page)).to_contain_text("caller: null")
+    with serving(registry_of({"t.know": know}), explorer=True, allow_execute=True, middleware=LOGIN) as url:
+        opened(page, url, "t.know")
+        expect(run(page)).to_contain_text("known: false")
         field = page.get_by_label("Authorization header")
         field.fill(f"Bearer {TOKEN}")
         asked.clear()
         with page.expect_response(f"{url}/explorer/tools"):
             field.press("Enter")
-        expect(run(page)).to_contain_text('caller: "ann"')
+        expect(run(page)).to_contain_text("known: true")
         with page.expect_response(f"{url}/explorer/tools"):
             page.get_by_role("button", name="Refresh").click()
         assert len(asked) >= 4
@@ -719,11 +685,11 @@ def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None
         page.get_by_text("curl", exact=True).click()
         curl = page.get_by_text("curl -sS").inner_text()
         assert TOKEN not in page.locator("body").inner_text()
-        assert in_a_shell(curl, AUTHORIZATION=f"Bearer {TOKEN}") == {"caller": "ann"}
+        assert in_a_shell(curl, AUTHORIZATION=f"Bearer {TOKEN}") == {"known": True}
         kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])")
         assert TOKEN not in kept
         page.reload()
-        expect(run(page)).to_contain_text("caller: null")
+        expect(run(page)).to_contain_text("known: false")
         page.route("**/call", lambda route: route.fulfill(status=401, json={"detail": "a token, please"}))
         expect(run(page)).to_contain_text("a token, please")
         field.fill("täken\u2603")
@@ -791,45 +757,44 @@ EVIL = """"'><img src=x onerror="window.pwned=1"><script>window.pwned=1</script>
 LINK = "[press](javascript:window.pwned=1) <a href='javascript:window.pwned=1'>press</a> `<b>` **<i>**\n\n# " + EVIL
 
 
-def fail(inputs: dict[str, Any], context: Any) -> Any:
+def fail(*_: Any) -> Any:
     raise ModuleError(code="EVIL_ERROR", message=EVIL, ai_guidance=EVIL)
 
 
-def hostile() -> dict[str, Any]:
-    either = [objects("", EVIL, a={"const": EVIL}), INTEGER]
-    named = {EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}}
-    named["size"] = {"type": "integer", "default": EVIL}  # which its field cannot show, and what is said of it can
-    properties = {"choice": {"enum": [EVIL, "b"], "default": EVIL}, "__proto__": STRING, "either": {"oneOf": either}}
-    drawn = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
-    answer = {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(drawn.encode()).decode()}
-    return {
-        "evil.talk": gives(
-            answer,
-            input_schema=objects(**properties),
-            output_schema=objects(picture=media("image/svg+xml")),
-            description=EVIL,
-            documentation=LINK,
-            tags=[EVIL],
-            version="1.0.0",
-            metadata={"display": {"mcp": {"alias": "evil_talk"}}},
-            examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
-        ),
-        "evil.schema": FunctionalModule(echo, input_schema=objects("", EVIL, **properties, **named), description=LINK),
-        "evil.fail": FunctionalModule(fail, input_schema=NOTHING),
-    }
+HOSTILE = objects(
+    "",
+    EVIL,
+    choice={"enum": [EVIL, "b"], "default": EVIL},
+    either={"oneOf": [objects("", EVIL, a={"const": EVIL}), INTEGER]},
+    on={"type": "string", "format": "date", "default": EVIL},  # which its field cannot show, and what is said of it can
+    __proto__=STRING,
+    **{EVIL: {"type": "string", "description": EVIL, "default": EVIL, "title": EVIL, "pattern": EVIL}},
+)
+DRAWN = f"<svg xmlns='http://www.w3.org/2000/svg' onload='window.pwned=1'>{EVIL}</svg>"
+TALK = gives(
+    {EVIL: EVIL, "__proto__": {"pwned": 1}, "picture": base64.b64encode(DRAWN.encode()).decode()},
+    input_schema=HOSTILE,
+    output_schema=objects(picture=media("image/svg+xml")),
+    description=LINK,
+    documentation=LINK,
+    tags=[EVIL],
+    metadata={"display": {"mcp": {"alias": "evil_talk"}}},
+    examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
+)
 
 
 def test_nothing_of_a_module_is_interpreted(page: Page) -> None:
-    with serving(registry_of(hostile()), explorer=True, allow_execute=True) as url:
+    hostile = {"evil.talk": TALK, "evil.fail": FunctionalModule(fail, input_schema=NOTHING)}
+    with serving(registry_of(hostile), explorer=True, allow_execute=True) as url:
         page.goto(f"{url}/explorer/")
-        for name in ("evil.fail", "evil.schema", "evil_talk"):
+        for name, told in (("evil.fail", "Failed (500)"), ("evil_talk", "Done")):
             page.get_by_role("link", name=name).click()
             expect(page.get_by_role("main").get_by_text(f"{name} · version")).to_be_visible()
             for box in page.get_by_role("checkbox").all():
                 box.check()
             page.locator("main details").evaluate_all("all => all.forEach((each) => { each.open = true; })")
             run(page)
-            expect(page.get_by_text(re.compile(r"^(Done|Failed \(\d+\))$"))).to_be_visible()
+            expect(page.get_by_text(told, exact=True)).to_be_visible()
             for link in page.get_by_text("press").all():
                 link.click()
         assert page.evaluate("[window.pwned, ({}).pwned, window.violated]") == [None, None, None]
@@ -874,10 +839,9 @@ def test_a_page_of_another_origin_can_run_and_read_nothing(show: Show, url: str,
     assert runs == [{}]
 
 
-ANY_NAME: list[dict[str, Any]] = [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}]
-
-
-@pytest.mark.parametrize("options", ANY_NAME, ids=str)
+@pytest.mark.parametrize(
+    "options", [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}], ids=str
+)
 def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Page, options: dict[str, Any]) -> None:
     runs, touch = counted()
     registry = registry_of({"t.one": FunctionalModule(touch, input_schema=NOTHING, description="SECRET")})
@@ -906,16 +870,14 @@ def own_page(page: Page) -> FrameLocator:
     return page.frame_locator("iframe")
 
 
-def messages(page: Page, *wanted: str) -> list[Any]:
-    """What the tool's page, which is app.html, has been sent, once the last of these words is in it."""
+def messages(page: Page, words: str) -> Any:
+    """What the tool's page, which is app.html, has been sent, once these words are in it."""
     text = own_page(page).locator("#got")
-    for word in wanted:
-        expect(text).to_contain_text(word)
-    got: list[Any] = json.loads(text.inner_text())
-    return got
+    expect(text).to_contain_text(words)
+    return json.loads(text.inner_text())
 
 
-def run_app(page: Page) -> list[Any]:
+def run_app(page: Page) -> Any:
     """Presses Run; what the tool's page, which is app.html, has been sent."""
     sent(page)
     return messages(page, RESULT)
@@ -972,7 +934,6 @@ def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) 
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDE["width"]
 
 
-HEARD = "addEventListener('message', ({ data }) => { window.heard = data.id; })"
 SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => {
   if (method === "ui/resource-teardown") setTimeout(() => send({ id, result: {} }), 50);
 })"""
@@ -980,7 +941,7 @@ SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => 
 
 def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show) -> None:
     page = show(NOTHING, metadata=overlay(APP))
-    page.evaluate(HEARD)
+    page.evaluate("addEventListener('message', ({ data }) => { window.heard = data.id; })")
     run_app(page)
     own_page(page).locator("body").evaluate(SLOW_TO_GO)
     page.get_by_role("link", name="shop.look").click()
@@ -1003,16 +964,14 @@ def test_a_page_that_never_speaks_is_shown_and_sent_nothing(show: Show) -> None:
     expect(page.get_by_role("heading", level=2, name="shop.look")).to_be_visible()
 
 
-def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Show, registry: Registry) -> None:
+def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Show) -> None:
     page = show(objects("n", n=INTEGER), metadata=overlay("<p>First</p>"))
     expect(run(page)).to_contain_text("Input validation failed:")
     expect(page.locator("iframe")).to_have_count(0)
     page.get_by_label("n integer").fill("1")
     run(page)
     expect(own_page(page).get_by_text("First")).to_be_visible()
-    registry.unregister("t.one")
-    registry.register("t.one", FunctionalModule(echo, metadata=overlay("<p>Second</p>")))
-    refresh(page)
+    replace(page, metadata=overlay("<p>Second</p>"))
     expect(page.locator("iframe")).to_have_count(0)
     run(page)
     expect(own_page(page).get_by_text("Second")).to_be_visible()
@@ -1030,8 +989,8 @@ def test_no_html_gets_out_of_the_frame(show: Show, begin: str) -> None:
 
 
 @pytest.fixture
-def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
-    """The address of somebody else, and how each connection to it began."""
+def evil(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of somebody else, who gets no request; and no connection, where the browser can be told so."""
     came: list[bytes] = []
 
     class Stranger(socketserver.BaseRequestHandler):
@@ -1042,41 +1001,8 @@ def somewhere_else() -> Iterator[tuple[str, list[bytes]]]:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stranger) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", came
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
-
-
-class Older:
-    """ASGI middleware that keeps from a browser what older ones, and those of others, do not know."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def without(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                del MutableHeaders(scope=message)["connection-allowlist"]
-            await send(message)
-
-        await self.app(scope, receive, without)
-
-
-Ready = Callable[[Registry], str]
-
-
-Ready = tuple[str, Registry]
-
-
-@pytest.fixture(scope="module", params=[[], [Middleware(Older)]], ids=["this browser", "older browsers"])
-def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
-    """A server for a browser that knows, or does not know, the header `Connection-Allowlist`, and its registry."""
-    registry = registry_of()
-    with serving(registry, explorer=True, allow_execute=True, middleware=request.param) as url:
-        yield url, registry
-
-
-def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureRequest) -> None:
-    """No request to somebody else; and not even a connection where the browser can be told so."""
     assert not [each for each in came if b"HTTP" in each]
     browser = page.context.browser
     knows_allowlists = browser is not None and int(browser.version.split(".")[0]) >= 156
@@ -1084,10 +1010,32 @@ def check_nothing_came(came: list[bytes], page: Page, request: pytest.FixtureReq
         assert came == []
 
 
-def test_a_page_reaches_nothing_and_nobody(
-    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
-) -> None:
-    (url, registry), (evil, came), (runs, touch) = ready, somewhere_else, counted()
+def older(app: Any) -> Any:
+    """ASGI middleware that keeps from a browser what older ones, and those of others, do not know."""
+
+    async def without(scope: Any, receive: Any, send: Any) -> None:
+        async def send_rest(message: Any) -> None:
+            headers = [each for each in message.get("headers", ()) if each[0] != b"connection-allowlist"]
+            await send({**message, "headers": headers})
+
+        await app(scope, receive, send_rest)
+
+    return without
+
+
+Ready = tuple[str, Registry]
+
+
+@pytest.fixture(scope="module", params=[[], [Middleware(older)]], ids=["this browser", "older browsers"])
+def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
+    """A server for a browser that knows, or does not know, the header `Connection-Allowlist`, and its registry."""
+    registry = registry_of()
+    with serving(registry, explorer=True, allow_execute=True, middleware=request.param) as url:
+        yield url, registry
+
+
+def test_a_page_reaches_nothing_and_nobody(page: Page, ready: Ready, evil: str) -> None:
+    (url, registry), (runs, touch) = ready, counted()
     html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
     registry.register("t.one", FunctionalModule(touch, metadata=overlay(html)))
     opened(page, url, "t.one")
@@ -1099,20 +1047,14 @@ def test_a_page_reaches_nothing_and_nobody(
     assert reached == {"origin": "null", "element": "null", "window": "null"}
     assert page.url == f"{url}/explorer/#t.one"
     assert len(page.context.pages) == 1
-    check_nothing_came(came, page, request)
     assert runs == [{}]
     (framed,) = [each for each in asked if each.url.endswith("/page")]
     assert "authorization" not in framed.headers
 
 
-PLACES = ["EVIL/", "TARGET/explorer/", "TARGET/explorer/tools/t.two", "javascript:top.x=1"]
-
-
-def test_a_page_can_send_its_frame_nowhere(
-    page: Page, ready: Ready, somewhere_else: tuple[str, list[bytes]], request: pytest.FixtureRequest
-) -> None:
-    (url, registry), (evil, came) = ready, somewhere_else
-    places = [place.replace("TARGET", url).replace("EVIL", evil) for place in PLACES]
+def test_a_page_can_send_its_frame_nowhere(page: Page, ready: Ready, evil: str) -> None:
+    url, registry = ready
+    places = [f"{evil}/", f"{url}/explorer/", f"{url}/explorer/tools/t.two", "javascript:top.x=1"]
     html = "".join(f"<p onclick='location = {json.dumps(place)}'>Go {n}</p>" for n, place in enumerate(places))
     registry.register("t.two", FunctionalModule(echo, metadata=overlay(html)))
     opened(page, url, "t.two")
@@ -1125,7 +1067,6 @@ def test_a_page_can_send_its_frame_nowhere(
     run(page)
     expect(own_page(page).get_by_text("Go 0")).to_be_visible()
     assert page.evaluate("window.x") is None
-    check_nothing_came(came, page, request)
 
 
 def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
@@ -1168,17 +1109,15 @@ def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(s
 
 def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_token(page: Page) -> None:
     """The frame itself, which is loaded without it, is the same for everybody."""
-    everybody, ann = (ACLRule(callers=["@external"], targets=targets, effect="allow") for targets in (["t.a"], ["t.b"]))
-    ann.conditions = {"identity_types": ["user"]}
-    modules = {name: FunctionalModule(echo, metadata=overlay(APP)) for name in ("t.a", "t.b")}
-    executor = Executor(registry_of(modules), acl=ACL([everybody, ann], default_effect="deny"))
-    middleware = [Middleware(AuthenticationMiddleware, backend=Bearer())]
-    with serving(executor, explorer=True, allow_execute=True, middleware=middleware) as url:
-        page.goto(f"{url}/explorer/#t.b")
-        expect(page.get_by_role("alert")).to_have_text("Tool 't.b' not found")
+    rule = ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"identity_types": ["user"]})
+    registry = registry_of({"t.one": FunctionalModule(echo, metadata=overlay(APP))})
+    executor = Executor(registry, acl=ACL([rule], default_effect="deny"))
+    with serving(executor, explorer=True, allow_execute=True, middleware=LOGIN) as url:
+        page.goto(f"{url}/explorer/#t.one")
+        expect(page.get_by_role("alert")).to_have_text("Tool 't.one' not found")
         page.get_by_label("Authorization header").fill(f"Bearer {TOKEN}")
         page.get_by_label("Authorization header").press("Enter")
-        expect(page.get_by_role("heading", level=2, name="t.b")).to_be_visible()
+        expect(page.get_by_role("heading", level=2, name="t.one")).to_be_visible()
         run(page)
         assert TOKEN not in json.dumps(messages(page, RESULT))
         (framed,) = [request for request in asked if request.url.endswith("/page")]

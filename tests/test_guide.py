@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
@@ -54,7 +53,7 @@ from mcp.client import Client
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import ElicitResult
-from starlette.authentication import AuthCredentials, SimpleUser
+from starlette.authentication import SimpleUser
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 from support import answer, modern
@@ -299,20 +298,19 @@ OWN_TEST = {("data.md", "as_yaml.py")}
 SERVED = sorted((page, name) for page, name in PROGRAMS - OWN_TEST if re.search("(?m)^ *serve\\(", program(page, name)))
 
 
-def accepts(port: int, server: subprocess.Popen[bytes]) -> bool:
-    """Whether a server listens on this port, or has ended."""
-    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return server.poll() is not None
-
-
 @contextlib.contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process of its own, which ends well when it is told to."""
-    with open(os.devnull, "wb") as log:
-        server = subprocess.Popen([sys.executable, *command], stderr=log)
+def running(port: int, *command: str) -> Iterator[None]:
+    """A server in a process of its own, once it listens on this port; it ends well when it is told to."""
+    server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
+
+    def is_up_or_gone() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return server.poll() is not None
+
     try:
-        yield server
+        until(is_up_or_gone)
+        yield
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(timeout=30)
@@ -330,8 +328,7 @@ async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
         return
     port = free_port()
     (project / name).write_text(text.replace('"streamable-http"', f'"streamable-http", port={port}'))
-    with running(name) as server:
-        until(functools.partial(accepts, port, server))
+    with running(port, name):
         async with httpx.AsyncClient() as http:
             listed = await http.post(f"http://127.0.0.1:{port}/mcp", **modern("tools/list"))
         if "login(" in text:
@@ -341,24 +338,25 @@ async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
             assert [tool["name"] for tool in answer(listed)["result"]["tools"]] == ["door.ring"]
 
 
+async def complete(*, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
+    """A model of OpenAI's that calls `text-shout`, and then says what it was told."""
+    assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
+    told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
+    reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [SHOUT]})
+    return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
+
+
+async def respond(*, model: str, input: list[Any], tools: list[Any]) -> Any:
+    """The same, behind the Responses API."""
+    assert [tool["name"] for tool in tools] == ["text-shout"]
+    if isinstance(input[-1], dict) and "output" in input[-1]:
+        return SimpleNamespace(output=[], output_text=input[-1]["output"])
+    return SimpleNamespace(output=[SHOUT], output_text="")
+
+
 class AsyncOpenAI:
-    """OpenAI's client with a model that calls `text-shout`, and then says what it was told."""
-
-    def __init__(self) -> None:
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.complete))
-        self.responses = SimpleNamespace(create=self.respond)
-
-    async def complete(self, *, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
-        assert [tool["function"]["name"] for tool in tools] == ["text-shout"]
-        told = messages[-1]["content"] if messages[-1].get("role") == "tool" else None
-        reply = type("Message", (dict,), {"content": told, "tool_calls": None if told else [SHOUT]})
-        return SimpleNamespace(choices=[SimpleNamespace(message=reply(role="assistant"))])
-
-    async def respond(self, *, model: str, input: list[Any], tools: list[Any]) -> Any:
-        assert [tool["name"] for tool in tools] == ["text-shout"]
-        if isinstance(input[-1], dict) and "output" in input[-1]:
-            return SimpleNamespace(output=[], output_text=input[-1]["output"])
-        return SimpleNamespace(output=[SHOUT], output_text="")
+    chat = SimpleNamespace(completions=SimpleNamespace(create=complete))
+    responses = SimpleNamespace(create=respond)
 
 
 SHOUT = SimpleNamespace(id="1", call_id="1", type="function_call", name="text-shout", arguments='{"text": "hi"}')
@@ -456,11 +454,7 @@ def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("project")
-@pytest.mark.parametrize(
-    ("project", "page", "name"),
-    [("modules.md", "modules.md", "test_orders.py"), ("first-steps.md", "first-steps.md", "test_files.py")],
-    indirect=["project"],
-)
+@pytest.mark.parametrize(("page", "name"), [("modules.md", "test_orders.py"), ("first-steps.md", "test_files.py")])
 def test_the_tests_of_a_tool_pass(page: str, name: str) -> None:
     tests = vars(executed(page, name))
     names = [name for name in tests if name.startswith("test_")]
@@ -506,14 +500,9 @@ def test_each_program_of_a_page_has_its_test() -> None:
 # ---- Recipes ----
 
 
-class Zoe:
+def as_zoe(app: Any) -> Any:
     """ASGI middleware by which every caller is Zoë."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.app({**scope, "user": SimpleUser('Zoë "7"'), "auth": AuthCredentials([])}, receive, send)
+    return lambda scope, receive, send: app({**scope, "user": SimpleUser('Zoë "7"')}, receive, send)
 
 
 async def test_the_recipe_for_logs_makes_each_record_a_line(
@@ -533,7 +522,7 @@ async def test_the_recipe_for_logs_makes_each_record_a_line(
     handler.setFormatter(formatters[config["handlers"]["calls"]["formatter"]])
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.INFO)
-    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(Zoe)]) as client:
+    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(as_zoe)]) as client:
         for name, outcome in (("t.echo", "ok"), ("t.none", "MODULE_NOT_FOUND")):
             await client.call_tool(name, {})
             line = json.loads(capsys.readouterr().out)
@@ -551,19 +540,14 @@ def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
     subprocess.run([sys.executable, *check.split()], stdout=subprocess.DEVNULL, check=True, timeout=50)
     (told,) = [block.text for block in blocks("callers-and-logins.md", "sh")]
     unit, container, told = (command.replace("\\\n", "") for command in (unit, container, told))
-    with contextlib.ExitStack() as servers:
-        ports = {}
-        for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
-            port = free_port()
-            words[words.index("--port") + 1] = str(port)
-            words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
-            script = str(ROOT / "examples" / Path(words[0]).name)
-            ports[port] = servers.enter_context(running(script, *words[1:]))
-        for port, server in ports.items():
-            until(functools.partial(accepts, port, server))
+    for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
+        port = free_port()
+        words[words.index("--port") + 1] = str(port)
+        words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
+        with running(port, str(ROOT / "examples" / Path(words[0]).name), *words[1:]):
             refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
-            assert refused.status_code == 401
-            assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
+        assert refused.status_code == 401
+        assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
 
 
 @pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -32,6 +32,7 @@ from conftest import (
     MODERN,
     Clock,
     FunctionalModule,
+    RawClient,
     client_of,
     connect,
     echo,
@@ -41,26 +42,32 @@ from conftest import (
     serving,
     with_clock,
 )
-from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount
-from support import ACCEPT, ENDLESS, Gate, answer, clog, handshake, initialize_params, listed, message, modern, text_of
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+from support import (
+    ACCEPT,
+    ENDLESS,
+    Gate,
+    answer,
+    asgi_client,
+    clog,
+    ended_well,
+    handshake,
+    initialize_params,
+    listed,
+    message,
+    modern,
+    text_of,
+    wait_for_stderr,
+)
 
 from apcore_mcp import MCPServer, __version__, async_serve
 from apcore_mcp.options import options_of
 from apcore_mcp.web import _refusal
 
 MIB = 1024 * 1024
-
-
-@contextlib.asynccontextmanager
-async def asgi_client(source: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the app that `async_serve()` yields, without a socket between them."""
-    async with async_serve(source, **options) as app:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            yield client
 
 
 def call(name: str, arguments: dict[str, Any], mode: str = MODERN) -> dict[str, Any]:
@@ -100,19 +107,11 @@ async def test_other_paths_and_methods_are_refused(transport: str) -> None:
 
 
 async def test_a_websocket_is_refused() -> None:
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, str]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message["type"])
-
     async with async_serve(registry_of(), transport="sse", explorer=True) as app:
+        client = TestClient(app, headers={"Host": "127.0.0.1"})
         for path in ("/messages/", "/explorer/"):
-            scope = {"type": "websocket", "path": path, "headers": [(b"host", b"127.0.0.1")], "subprotocols": []}
-            await app(scope, receive, send)
-    assert sent == ["websocket.close"] * 2
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path):
+                pass
 
 
 @pytest.mark.requirement("FR-TRANSPORT-003")
@@ -204,12 +203,7 @@ HOSTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # whom pages and pro
         "",
         "evil.example",
     ),
-    "any-name": (
-        {"allowed_hosts": ["*", "tools.example"]},
-        "tools.example localhost:8000",
-        "any.example:8000",
-        "",
-    ),
+    "any-name": ({"allowed_hosts": ["*", "tools.example"]}, "tools.example localhost:8000", "any.example:8000", ""),
     "wildcards": (
         {"allowed_hosts": ["*:*", "*.tools.example:*", "*e*", "????.example", "[a-z]*"]},
         "",
@@ -233,15 +227,11 @@ def test_host_and_allowed_hosts_say_which_names_are_accepted(
     options: dict[str, Any], open_to_pages: str, open_to_programs: str, closed: str
 ) -> None:
     """A page may only use a name that is spelt out: any other could be its own, made to resolve to this server."""
-    for hosts, of_programs, of_pages in (
-        (open_to_pages, None, None),
-        (open_to_programs, None, 421),
-        (closed, 421, 421),
-    ):
+    for hosts, programs, pages in ((open_to_pages, None, None), (open_to_programs, None, 421), (closed, 421, 421)):
         for host in hosts.split():
-            assert refused({"host": host}, **options) == of_programs, host
-            assert refused({"host": host, "origin": f"https://{host}"}, **options) == of_pages, host
-            assert refused({"host": host}, is_page=True, **options) == of_pages, host
+            assert refused({"host": host}, **options) == programs, host
+            assert refused({"host": host, "origin": f"https://{host}"}, **options) == pages, host
+            assert refused({"host": host}, is_page=True, **options) == pages, host
 
 
 def refused(headers: dict[str, Any], query: str = "", is_page: bool = False, **options: Any) -> int | None:
@@ -329,16 +319,14 @@ async def test_who_is_refused_has_run_nothing_and_reads_why(caplog: pytest.LogCa
 async def test_the_explorer_is_a_page_wherever_it_is_mounted(mounted: str) -> None:
     """The server may be open to programs under any name; what its page loads carries no Origin."""
     options = {"explorer": True, "allow_execute": True, "allowed_hosts": ["*", "tools.example"]}
-    async with async_serve(registry_of({"t.echo": echo}), **options) as app:
-        transport = httpx.ASGITransport(Starlette(routes=[Mount(mounted, app)]))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:8000{mounted}") as client:
-            for host, status in (("evil.example", 421), ("tools.example", 200), ("127.0.0.1", 200)):
-                named = {"Host": host}
-                assert (await client.get("/health", headers=named)).status_code == 200
-                for path in ("", "server", "tools", "tools/t.echo", "%74ools"):
-                    assert (await client.get(f"/explorer/{path}", headers=named)).status_code == status, (host, path)
-                called = await client.post("/explorer/tools/t.echo/call", json={}, headers=named)
-                assert called.status_code == status
+    async with asgi_client(registry_of({"t.echo": echo}), mounted=mounted, **options) as client:
+        for host, status in (("evil.example", 421), ("tools.example", 200), ("127.0.0.1", 200)):
+            named = {"Host": host}
+            assert (await client.get("/health", headers=named)).status_code == 200
+            for path in ("", "server", "tools", "tools/t.echo", "%74ools"):
+                assert (await client.get(f"/explorer/{path}", headers=named)).status_code == status, (host, path)
+            called = await client.post("/explorer/tools/t.echo/call", json={}, headers=named)
+            assert called.status_code == status
 
 
 async def test_what_is_no_session_never_gets_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -357,22 +345,21 @@ async def test_what_is_no_session_never_gets_into_the_log(caplog: pytest.LogCapt
 # ---- Middleware of the user's ----
 
 
-class Doorman:
+def doorman(app: Any, secret: str, asked: list[str]) -> Any:
     """Starlette middleware that lets in who knows the secret, and notes every path that was asked for."""
 
-    def __init__(self, app: Any, secret: str, asked: list[str]) -> None:
-        self.app, self.secret, self.asked = app, secret, asked
+    async def let_in(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        known = (b"x-secret", secret.encode()) in scope["headers"]
+        await (app if known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.asked.append(scope["path"])
-        known = (b"x-secret", self.secret.encode()) in scope["headers"]
-        await (self.app if known else PlainTextResponse("Who are you?", 401))(scope, receive, send)
+    return let_in
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: str) -> None:
     asked: list[str] = []
-    middleware = [Middleware(Doorman, secret="xyzzy", asked=asked)]
+    middleware = [Middleware(doorman, secret="xyzzy", asked=asked)]
     options: dict[str, Any] = {"explorer": True, "metrics_collector": MetricsCollector(), "middleware": middleware}
     doors = [("GET", path) for path in ("/metrics", "/explorer/", "/explorer/tools", "/nowhere")]
     doors += [("POST", "/mcp")] if transport == "streamable-http" else [("GET", "/sse"), ("POST", "/messages/")]
@@ -394,7 +381,7 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
 
 
 async def test_middleware_that_cannot_be_made_keeps_the_server_from_starting() -> None:
-    middleware = [Middleware(Doorman, asked=[])]
+    middleware = [Middleware(doorman, asked=[])]
     with pytest.raises(TypeError, match="secret"):
         async with async_serve(registry_of(), middleware=middleware):
             pass
@@ -480,48 +467,26 @@ tell("returned")
 """
 
 
-class Program(NamedTuple):
-    """A server in a process of its own, and what it says on stderr."""
+class Program(RawClient):
+    """`SERVER` in a process of its own."""
 
-    url: str
-    process: asyncio.subprocess.Process
+    def __init__(self, transport: str, grace: int) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(program(SERVER, transport, str(port), str(grace)))
 
     async def says(self, words: str, times: int = 1) -> None:
         """Wait until it has said so many lines with these words."""
-        assert self.process.stderr is not None
-        while times:
-            said = await asyncio.wait_for(self.process.stderr.readline(), 30)
-            assert said, f"it ended without saying {words!r}"
-            times -= words in said.decode()
+        for _ in range(times):
+            await asyncio.to_thread(wait_for_stderr, self, words)
 
     async def ends_in_order(self) -> None:
-        async with asyncio.timeout(20):
-            _, stderr = await self.process.communicate()
-        said = stderr.decode()
-        assert (self.process.returncode, "Traceback" in said, "returned" in said) == (0, False, True), said
-
-
-@contextlib.asynccontextmanager
-async def started(transport: str, grace: int) -> AsyncIterator[Program]:
-    port = free_port()
-    arguments = program(SERVER, transport, str(port), str(grace))
-    process = await asyncio.create_subprocess_exec(*arguments, stderr=asyncio.subprocess.PIPE)
-    server = Program(f"http://127.0.0.1:{port}", process)
-    try:
-        await server.says("server started")
-        yield server
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        await self.says("returned")
+        await asyncio.to_thread(ended_well, self)
 
 
 @pytest.mark.requirement("NFR-REL-001")
-@pytest.mark.parametrize(
-    ("transport", "number"),
-    [("streamable-http", signal.SIGINT), ("sse", signal.SIGTERM)],
-    ids=["http-sigint", "sse-sigterm"],
-)
+@pytest.mark.parametrize(("transport", "number"), [("streamable-http", signal.SIGINT), ("sse", signal.SIGTERM)])
 async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     transport: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -530,7 +495,9 @@ async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     Connections are refused meanwhile, so that a load balancer goes elsewhere; on those that are open, requests are.
     """
     released, later = tmp_path / "released", tmp_path / "later"
-    async with started(transport, grace=60) as server, contextlib.AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(Program(transport, grace=60))
+        await server.says("server started")
         raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
         endpoint = f"{server.url}/mcp"
         if transport == "streamable-http":
@@ -593,42 +560,39 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
 
 
 @pytest.mark.requirement("NFR-REL-001")
-async def test_what_has_no_end_holds_the_exit_for_the_grace_period(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+async def test_what_has_no_end_holds_the_exit_for_the_grace_period(transport: str, tmp_path: Path) -> None:
     """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; answers that are not read
-    and requests that are not finished. On both transports.
+    and requests that are not finished.
     """
     kinds, never = ["t.gate", "t.stuck", "t.deaf"], {"gate": str(tmp_path / "never")}
-
-    async def end(transport: str) -> None:
-        async with started(transport, grace=1) as server, contextlib.AsyncExitStack() as stack:
-            raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
-            endpoint = f"{server.url}/mcp"
-            if transport == "sse":
-                connected = client_of(f"{server.url}/sse", HANDSHAKE)
-                await stack.enter_async_context(connected)
-                pending: list[Any] = [connected.call_tool(kind, never) for kind in kinds]
-                stuck = await asyncio.to_thread(clog, server.url, "t.big")
-            else:
-                pending = [raw.post(endpoint, **call(kind, never)) for kind in kinds]
-                stuck = await asyncio.to_thread(post_and_stop_reading, endpoint, **call("t.big", {}))
-            stack.enter_context(contextlib.closing(stuck))
-            calls = [asyncio.create_task(one) for one in pending]
-            await server.says("running", len(calls) + 1)
-            for method in ("GET", "POST"):  # and one that never sends the rest of its request
-                slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
-                head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
-            for _ in range(5):  # round trips behind which the server has seen all of that
-                assert (await raw.get(f"{server.url}/health")).status_code == 200
-            server.process.send_signal(signal.SIGTERM)
-            await server.says("stopping")
-            async with asyncio.timeout(20):
-                await asyncio.gather(*calls, return_exceptions=True)  # none is left waiting
-            await server.ends_in_order()
-
-    for failure in await asyncio.gather(end("streamable-http"), end("sse"), return_exceptions=True):
-        if failure is not None:
-            raise failure
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(Program(transport, grace=1))
+        await server.says("server started")
+        raw = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
+        endpoint = f"{server.url}/mcp"
+        if transport == "sse":
+            connected = client_of(f"{server.url}/sse", HANDSHAKE)
+            await stack.enter_async_context(connected)
+            pending: list[Any] = [connected.call_tool(kind, never) for kind in kinds]
+            stuck = await asyncio.to_thread(clog, server.url, "t.big")
+        else:
+            pending = [raw.post(endpoint, **call(kind, never)) for kind in kinds]
+            stuck = await asyncio.to_thread(post_and_stop_reading, endpoint, **call("t.big", {}))
+        stack.enter_context(contextlib.closing(stuck))
+        calls = [asyncio.create_task(one) for one in pending]
+        await server.says("running", len(calls) + 1)
+        for method in ("GET", "POST"):  # and one that never sends the rest of its request
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(server.url).port)))
+            head = f"{method} /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+        for _ in range(5):  # round trips behind which the server has seen all of that
+            assert (await raw.get(f"{server.url}/health")).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        await server.says("stopping")
+        async with asyncio.timeout(20):
+            await asyncio.gather(*calls, return_exceptions=True)  # none is left waiting
+        await server.ends_in_order()
 
 
 HELLO = {"json": message("initialize", initialize_params("2025-11-25")), "headers": ACCEPT}
@@ -661,18 +625,17 @@ async def test_one_session_too_many_is_refused_until_another_has_ended() -> None
         assert (await client.post("/mcp", **HELLO)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("options", "pauses"),
-    [({"session_idle_seconds": 60}, [50, 50, 70]), ({}, [25 * 60, 25 * 60, 31 * 60])],
-    ids=["a-minute", "half-an-hour-by-default"],
-)
-def test_a_session_in_which_nothing_is_said_ends(options: dict[str, Any], pauses: list[int]) -> None:
+IDLE: list[tuple[dict[str, Any], int]] = [({"session_idle_seconds": 60}, 60), ({}, 30 * 60)]
+
+
+@pytest.mark.parametrize(("options", "limit"), IDLE, ids=["a-minute", "half-an-hour-by-default"])
+def test_a_session_in_which_nothing_is_said_ends(options: dict[str, Any], limit: int) -> None:
     async def story(clock: Clock) -> None:
         async with asgi_client(registry_of(), **options) as client:
             opened = await client.post("/mcp", **HELLO)
             session = ACCEPT | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
-            for seconds, status in zip(pauses, (200, 200, 404), strict=True):
-                await clock.put_forward(seconds)
+            for share, status in ((0.8, 200), (0.8, 200), (1.1, 404)):
+                await clock.put_forward(share * limit)
                 assert (await client.post("/mcp", json=message("ping"), headers=session)).status_code == status
 
     with_clock(story)
@@ -748,20 +711,10 @@ async def test_metrics_count_the_calls_of_each_module() -> None:
 
 
 def test_any_object_that_exports_can_be_the_collector() -> None:
-    """When it fails, nobody is told why."""
-
-    class Exporter:
-        page = "up 1\n"
-
-        def export_prometheus(self) -> str:
-            if not self.page:
-                raise OSError("/var/lib/metrics")
-            return self.page
-
-    exporter = Exporter()
+    """When it fails, as this one does the second time, nobody is told why."""
+    exporter = SimpleNamespace(export_prometheus=["up 1\n"].pop)
     with serving(registry_of(), metrics_collector=exporter) as url:
         assert httpx.get(f"{url}/metrics").text.startswith("up 1\n")
-        exporter.page = ""
         response = httpx.get(f"{url}/metrics")
         assert (response.status_code, response.text) == (500, "Internal Server Error")
 
@@ -820,14 +773,11 @@ def test_a_slow_reader_gets_its_whole_answer_from_a_server_that_ends() -> None:
 def test_middleware_that_hangs_keeps_no_server() -> None:
     entered = threading.Event()
 
-    def hanging(app: Any) -> Any:
-        async def hang(scope: Any, receive: Any, send: Any) -> None:
-            entered.set()
-            await asyncio.Event().wait()
+    async def hang(*_: Any) -> None:
+        entered.set()
+        await asyncio.Event().wait()
 
-        return hang
-
-    options: dict[str, Any] = {"middleware": [Middleware(hanging)], "shutdown_seconds": 0.1}
+    options: dict[str, Any] = {"middleware": [Middleware(lambda app: hang)], "shutdown_seconds": 0.1}
     with contextlib.ExitStack() as stack, serving(registry_of(), **options) as url:
         client = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port)))
         client.sendall(b"GET /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")

@@ -23,19 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import jwt
 import pytest
 from apcore import Executor, ModuleAnnotations
 from conftest import EXTENSIONS, ROOT, FunctionalModule, free_port, hosting, registry_of
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from starlette.applications import Starlette
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
-from support import ACCEPT, answer, initialize_params, message, modern
+from support import ACCEPT, answer, asgi_client, initialize_params, message, modern
 
 from apcore_mcp import async_serve
 from examples import login as example
@@ -101,8 +98,8 @@ async def issuing(path: str = "") -> AsyncIterator[Issuer]:
 class Door:
     """A client of a server behind the login."""
 
-    def __init__(self, app: Any, http: httpx2.AsyncClient) -> None:
-        self.app, self.http = app, http
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
 
     async def call(self, token: str | None = None, name: str = "whoami", **headers: Any) -> Any:
         posted = modern("tools/call", {"name": name, "arguments": {}})
@@ -112,24 +109,16 @@ class Door:
     async def caller(self, token: str) -> Any:
         response = await self.call(token)
         assert response.status_code == 200, response.text
-        return answer(response)["result"]["structuredContent"]["caller"]  # type: ignore[arg-type]
+        return answer(response)["result"]["structuredContent"]["caller"]
 
 
 @contextlib.asynccontextmanager
 async def locked(
-    issuer: str,
-    scopes: Any = ("tools",),
-    *,
-    resource: str = RESOURCE,
-    mount: str = "",
-    source: Any = None,
-    **options: Any,
+    issuer: str, scopes: Any = "tools", *, resource: str = RESOURCE, source: Any = None, **options: Any
 ) -> AsyncIterator[Door]:
     source = source or registry_of({"whoami": whoami})
-    async with async_serve(source, middleware=login(issuer, resource, scopes), **options) as app:
-        transport = httpx2.ASGITransport(Starlette(routes=[Mount(mount, app)]) if mount else app)
-        async with httpx2.AsyncClient(transport=transport, base_url=f"http://127.0.0.1{mount}", timeout=20) as http:
-            yield Door(app, http)
+    async with asgi_client(source, middleware=login(issuer, resource, scopes), **options) as http:
+        yield Door(http)
 
 
 def challenge(response: Any) -> dict[str, str]:
@@ -152,7 +141,7 @@ def challenge(response: Any) -> dict[str, str]:
 async def test_who_has_no_token_is_told_where_to_get_one(issuer: str, mount: str, path: str) -> None:
     """The issuer to the letter, as clients compare issuers as texts; in what is mounted, at a place it can answer."""
     resource = f"https://tools.example.com{path}"
-    async with locked(issuer, resource=resource, mount=mount) as door:
+    async with locked(issuer, resource=resource, mounted=mount) as door:
         refused = await door.call()
         assert refused.status_code == 401
         told = challenge(refused)
@@ -266,10 +255,7 @@ async def test_the_issuer_may_sign_with_any_public_key() -> None:
                 assert await door.caller(issuer.token(keys[kid], algorithm, named)) == ["ann", "tools"]
 
 
-@pytest.mark.parametrize(
-    ("path", "place"),
-    [("/", METADATA), ("", OPENID), *(("/a/b", place) for place in BELOW)],
-)
+@pytest.mark.parametrize(("path", "place"), [("/", METADATA), ("", OPENID), *(("/a/b", place) for place in BELOW)])
 async def test_the_keys_are_found_wherever_issuers_have_their_metadata(path: str, place: str) -> None:
     async with issuing() as issuer, locked(f"{issuer.url}{path}") as door:
         page = Response("<html>")  # of a site that has one for whatever it does not know
@@ -337,9 +323,7 @@ async def test_an_issuer_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPa
             issuer.answers.set()
 
 
-async def test_new_keys_are_found_and_old_ones_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_new_keys_are_found_and_old_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     async with issuing() as issuer, locked(issuer.url) as door:
         old = issuer.token()
         assert await door.caller(old) == ["ann", "tools"]
@@ -377,8 +361,8 @@ async def test_probes_and_the_explorers_page_are_open_and_nothing_else_is() -> N
 
 
 async def test_websockets_are_refused_as_ever() -> None:
-    async with locked(LOGIN) as door:
-        client = TestClient(door.app)
+    async with async_serve(registry_of(), middleware=login(LOGIN, RESOURCE)) as app:
+        client = TestClient(app)
         for path in ("/mcp", "/health"):
             with pytest.raises(WebSocketDisconnect), client.websocket_connect(path, headers={"Host": "127.0.0.1"}):
                 pass
@@ -400,18 +384,13 @@ async def test_a_session_stays_its_users_after_a_refresh_of_the_token() -> None:
         assert (await post(call, issuer.token(sub="bob"), **session)).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(
-            (issuer, RESOURCE)
-            for issuer in "http://login.example.com http://10.0.0.1 login.example.com https://".split()
-        ),
-        *((f"{LOGIN}{rest}", RESOURCE) for rest in ("?tenant=1", "#")),
-        *((LOGIN, resource) for resource in ("tools.example.com/mcp", 'https://tools.example.com/"')),
-        *((LOGIN, RESOURCE, [scope]) for scope in ("a b", '"')),
-    ],
-)
+NO_ISSUERS = f"http://login.example.com http://10.0.0.1 login.example.com https:// {LOGIN}?tenant=1 {LOGIN}#".split()
+UNUSABLE: list[Any] = [(issuer, RESOURCE) for issuer in NO_ISSUERS]
+UNUSABLE += [(LOGIN, resource) for resource in ("tools.example.com/mcp", 'https://tools.example.com/"')]
+UNUSABLE += [(LOGIN, RESOURCE, [scope]) for scope in ("a b", '"')]
+
+
+@pytest.mark.parametrize("given", UNUSABLE)
 def test_what_cannot_be_an_issuer_a_resource_or_a_scope_is_refused_at_the_start(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^(Not|An issuer)"):
         login(*given)
@@ -429,7 +408,7 @@ async def test_only_who_has_the_scope_is_offered_what_destroys() -> None:
         everything = ["t.destroy", "t.harmless", "t.calls"]
         for scope, allowed in (("tools", ["t.harmless"]), ("tools destructive", everything)):
             for name in everything:
-                result = answer(await door.call(issuer.token(scope=scope), name))["result"]  # type: ignore[arg-type]
+                result = answer(await door.call(issuer.token(scope=scope), name))["result"]
                 assert (name, result["isError"]) == (name, name not in allowed)
 
 
