@@ -69,16 +69,16 @@ def _schemas(part: Any) -> Iterable[CoreSchema]:
     return [each[0] if isinstance(each, tuple) else each for each in part]
 
 
-def _nodes(schema: Any) -> Iterator[CoreSchema]:
+def nodes_of(schema: Any) -> Iterator[CoreSchema]:
     """`schema` and all core schemas in it."""
     if isinstance(schema, dict):
         yield schema
         for key, part in schema.items():
             if key not in _NO_SCHEMAS:
-                yield from _nodes(part)
+                yield from nodes_of(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            yield from _nodes(part)
+            yield from nodes_of(part)
 
 
 # ---- JSON schemas of what pydantic reads and writes ----
@@ -174,9 +174,9 @@ def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSche
 # ---- What is marked ----
 
 
-def holds_secret(model: Any) -> bool:
-    """Whether a model has a field of pydantic's `Secret[...]`, at any depth."""
-    return any(map(_is_secret, _nodes(core_schema_of(TypeAdapter(model)))))
+def holds_secret(nodes: Iterable[CoreSchema]) -> bool:
+    """Whether there is pydantic's `Secret[...]` among core schemas."""
+    return any(map(_is_secret, nodes))
 
 
 def marks_in_form(schema: JSONSchema) -> JSONSchema:
@@ -338,8 +338,8 @@ def how_written(kind: type) -> Written:
 
 
 def _how_written(kind: type) -> Written:
-    own = next(node for node in _nodes(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
-    inner = next((node for node in _nodes(own["schema"]) if "fields" in node), {})
+    own = next(node for node in nodes_of(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
+    inner = next((node for node in nodes_of(own["schema"]) if "fields" in node), {})
     fields = inner.get("fields", {})
     fields = dict(fields) if isinstance(fields, dict) else {field["name"]: field for field in fields}
     computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}
@@ -350,11 +350,11 @@ def _how_written(kind: type) -> Written:
     return Written(names, [*computed], rewritten, bool(is_rewritten))
 
 
-def unsent_fields(schema: CoreSchema) -> list[str]:
+def unsent_fields(nodes: Iterable[CoreSchema]) -> list[str]:
     """The fields of dataclasses that pydantic does not know, as `Loaf.tag`: those that `__init__` does not take and
     that have no default."""
     unsent = []
-    for node in _nodes(schema):
+    for node in nodes:
         inner = node if node.get("type") == "dataclass" else {}
         while inner.get("type") != "dataclass-args" and isinstance(inner.get("schema"), dict):
             inner = inner["schema"]
@@ -397,11 +397,12 @@ def _kind_of(schema: CoreSchema) -> type | None:
     return schema["cls"] if schema["type"] in ("model", "dataclass") else None
 
 
-def _validates_instances(schema: CoreSchema) -> bool:
+def _is_read_otherwise(schema: CoreSchema) -> bool:
+    """Whether pydantic would validate an instance anew by `schema`, or hand out a generator."""
     kind = schema.get("type")
     config = schema.get("config") or {}
     is_around = isinstance(kind, str) and kind.startswith("function-") and "schema" in schema
-    return "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
+    return kind == "generator" or "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
 
 
 def _reading(schema: Any) -> Any:
@@ -412,6 +413,8 @@ def _reading(schema: Any) -> Any:
         return schema
     kept = {*_NO_SCHEMAS, "serialization", "function"}
     copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
+    if schema.get("type") == "generator":  # which could be walked once, and not be asked for marks
+        return core_schema.no_info_after_validator_function(list, copied)
     kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
     if kind is None:
         return copied
@@ -429,10 +432,10 @@ class Reader:
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         schema = core_schema_of(adapter)
         self._kind = _kind_of(schema)
-        self.kinds = tuple({node["cls"] for node in _nodes(schema) if node.get("type") in ("model", "dataclass")})
+        self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node.get("type") in ("model", "dataclass")})
         self._own: Any = adapter.validator
         self._validator = self._own
-        if any(map(_validates_instances, _nodes(schema))):  # by itself, pydantic leaves others as they are
+        if any(map(_is_read_otherwise, nodes_of(schema))):  # by itself, pydantic leaves others as they are
             self._validator = SchemaValidator(_reading(schema))
 
     def read(self, value: Any, strict: bool = True) -> Any:

@@ -25,6 +25,7 @@ from .hints import (
     core_schema_of,
     is_open,
     marks_in_form,
+    nodes_of,
     read_form,
     rewrites,
     subclasses_mark,
@@ -41,13 +42,13 @@ from .schemas import (
     admits_object,
     in_place,
     is_json,
-    map_subschemas,
     marks_of_schema,
     marks_sensitive,
     mentions_mark,
     plain_json,
     promise_of,
     subschemas,
+    without_defaults,
 )
 from .values import (
     as_json,
@@ -56,6 +57,7 @@ from .values import (
     dumped,
     holds_bytes,
     is_array,
+    marks_default,
     marks_in,
     not_json,
     redact,
@@ -118,10 +120,11 @@ class Output:
         self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
-            self.unsent = unsent_fields(core_schema)
+            nodes = [*nodes_of(core_schema)]
+            self.unsent = unsent_fields(nodes)
             self._is_open = is_open(core_schema) or not self.schema
-            if self._is_open:
-                self.schema = _without_models(self.schema)
+            if self._is_open or marks_default(nodes):
+                self.schema = without_defaults(self.schema)
             self._is_rewritten = rewrites(core_schema)
             formats = {part.get("format") for part in subschemas(self.schema)}
             if formats & {DECIMAL, BASE64}:
@@ -164,6 +167,8 @@ class Output:
             if not isinstance(written, dict):
                 raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], returned)
             self._check(text, written, returned)
+            if not isinstance(hidden, dict):  # all of it is marked
+                hidden = {"result": hidden}
             if hidden is not written:
                 written, text = hidden, to_json(hidden)
                 if not self.marks:  # clients hold it against the promise
@@ -248,12 +253,6 @@ def _read_back(value: Any) -> tuple[bool, Any]:
         written = from_json(_ENCODER.encode(value))
         return bool(written == value), written
     return False, None
-
-
-def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:
-    """Copy `schema` without defaults that may be models: of what is marked in them it says nothing."""
-    kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list)}
-    return map_subschemas(kept, _without_models)
 
 
 def _instances(value: Any) -> Iterator[Any]:

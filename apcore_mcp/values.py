@@ -30,13 +30,16 @@ from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_
 def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
-    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
-    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
-    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
+    Where something is marked, names that no schema has are hidden too (`hides_others`), and what stands in the place of
+    an object: whoever wrote them may have meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the
+    values of maps (`additionalProperties`) and by default blanks innocent keys that contain a word: "author",
+    "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
         return value
-    if any("x-sensitive" in mark for mark in applied):
+    types = {name for mark in applied for name in types_of(mark)} - {"null"}
+    is_misplaced = types == {"object"} and not isinstance(value, dict) and any(map(properties_of, applied))
+    if is_misplaced or any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
     if isinstance(value, list):
         return [redact(item, *part_schemas(applied, i), hides_others=hides_others) for i, item in enumerate(value)]
@@ -146,8 +149,15 @@ def without_numpy(value: Any) -> Any:
 
 
 def _name_in_json(key: Any) -> str:
+    """The name that a key of a dict is in JSON. TypeError for an object: its text is its `__repr__`, or marked."""
     if isinstance(key, str):
         return key
+    if isinstance(key, RootModel) and not marks_of(type(key)):
+        return _name_in_json(key.root)
+    if isinstance(key, BaseModel) or _is_dataclass(key) or (isinstance(key, tuple) and marks_of(type(key))):
+        raise TypeError(f"nothing says what a {type(key).__module__}.{type(key).__qualname__} is as a name in JSON")
+    for part in key if isinstance(key, tuple) else ():
+        _name_in_json(part)
     name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
     return name
 
@@ -195,7 +205,9 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
         return form
     if isinstance(value, Decimal) and value.is_finite():
-        value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
+        is_number = types & {"number", "integer"} and "string" not in types
+        number = int(value) if "number" not in types and value == value.to_integral_value() else float(value)
+        value = number if is_number else str(value)
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
@@ -286,6 +298,11 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
     else:
         for name, item in _parts_of(value):
             check_values(item, f"{place}.{name}", allows_nan)
+
+
+def marks_default(nodes: Iterable[JSONObject]) -> bool:
+    """Whether a default in core schemas holds something marked. Pydantic's JSON schema would quote it."""
+    return any(marks_in(node["default"]) for node in nodes if node.get("type") == "default" and "default" in node)
 
 
 _DEPTH_MAX = 3  # of objects in objects that nothing describes

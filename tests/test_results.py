@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -321,9 +321,10 @@ def test_a_decimal_is_what_its_schema_says() -> None:
     assert sent(gives(None, output_schema=Offer), offered) == {"price": 1.5, "note": 2.5, "exact": "3.50"}
     properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}}
     properties["note"] = {"type": ["number", "string"]}
+    properties["sum"] = {"type": ["integer", "null"]}
     module = gives(None, output_schema={"type": "object", "properties": properties})
-    given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0")}
-    assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0"}
+    given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0"), "sum": Decimal(2**63 + 1)}
+    assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0", "sum": 2**63 + 1}
 
 
 def test_a_default_costs_nothing_of_the_promise() -> None:
@@ -592,6 +593,9 @@ class CodedAt(BaseModel):
     at: date
 
 
+class Sid(RootModel[str], frozen=True): ...
+
+
 class Right(enum.IntFlag):
     READ = 1
     WRITE = 2
@@ -635,6 +639,9 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (Days, Days([date(2026, 2, 3)]), {"result": ["2026-02-03"]}),
     (DaysByName, DaysByName({"a": date(2026, 2, 3)}), {"a": "2026-02-03"}),
     (Right, Right.READ | Right.WRITE, {"result": 3}),
+    (Iterable[Any], [ONE, {"a": 1}], {"result": ["1.1", {"a": 1}]}),
+    (dict[Sid, int], {Sid("a"): 1}, {"a": 1}),
+    (dict, {Sid("a"): 1}, {"a": 1}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
 ]

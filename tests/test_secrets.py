@@ -16,6 +16,7 @@ import threading
 import typing
 from collections import UserDict, UserList, deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import date
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, M
 from apcore.approval import AlwaysDenyHandler
 from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
+from apcore.middleware.logging import LoggingMiddleware
 from apcore.module import ModuleExample
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
@@ -70,6 +72,7 @@ from support import (
     of,
     returning,
     sent,
+    success_text,
     tool_of,
 )
 from typing_extensions import TypedDict
@@ -462,6 +465,7 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "one_place_of_a_tuple": (of(pair=PAIR), {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}),
     "some_names": (PATTERN, dict.fromkeys(NAMES, 918273645), REDACTED),
     "beside_a_pattern": ({**of(p=SECRET), "patternProperties": {"^x": {}}}, {"p": 1, "x": 2}, {"p": REDACTED, "x": 2}),
+    "a_text_beside_an_object": (of(p={"anyOf": [of(pin=SECRET), STRING]}), {"p": "a"}, {"p": "a"}),
     "nothing": (of(p=sensitive(type=["string", "null"])), {"p": None}, {"p": None}),
     "definition_elsewhere": (
         {**of(pin={"$ref": "#/components/Pin"}), "components": {"Pin": SECRET_NUMBER}},
@@ -625,7 +629,11 @@ class Computed(BaseModel):
         return [PATIENT]
 
 
-PATIENT, PRIVATE = Patient(), Private()
+class Frozen(Private):
+    model_config = ConfigDict(frozen=True)
+
+
+PATIENT, PRIVATE, FROZEN = Patient(), Private(), Frozen()
 HELD: dict[str, Any] = {
     "itself": PATIENT,
     "in_a_list": [PATIENT, {"ssn": "kept"}],
@@ -778,6 +786,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
     "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),  # type: ignore
     "subclass": (list[Public], [PRIVATE]),
+    "subclass_of_a_generator": (typing.Iterable[Public], [PRIVATE]),
     "another_schema": (Annotated[Patient, WithJsonSchema({"type": "object"})], PATIENT),
     "circular": (Any, [Tree()]),
     "enum": (Any, [Kind.PATIENT]),
@@ -818,6 +827,8 @@ def test_where_nothing_is_known_to_stand_all_marks_hold() -> None:
     assert redact([{}, patient], marks_in([PATIENT])) == [{}, hidden]
     assert redact({"b": patient}, marks_in({"a": PATIENT})) == {"b": hidden}
     assert redact({"a": {"b": 1}}, {"properties": {"a": {"items": MARK}}}) == {"a": {"b": 1}}
+    # An example as the function returns it, a list that middleware makes of an object.
+    assert redact({"a": [SECRET_TEXT]}, of(a=of(pin=MARK))) == {"a": REDACTED}
 
 
 async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
@@ -911,6 +922,37 @@ def test_a_marked_model_fits_no_other_hint(hint: Any, value: Any) -> None:
     assert SECRET_TEXT not in f"{caught.value} {caught.value.details}"
 
 
+@pytest.mark.parametrize("key", [FROZEN, ("a", FROZEN), Visit(SECRET_TEXT, None)], ids=["model", "tuple", "named"])
+def test_no_model_is_a_name(key: Any) -> None:
+    """Its text would be its `__repr__`."""
+    for hint in (Any, dict, dict[str, Any]):
+        with pytest.raises(ModuleError, match="as a name in JSON"):
+            sent(returning(hint, {"a": {key: 1}}), {"a": {key: 1}})
+
+
+class Job(BaseModel):
+    public: Public = PRIVATE
+    listed: list[Any] = [PRIVATE]
+    count: int = 1
+
+
+@pytest.mark.parametrize("redacts", [True, False])
+def test_a_default_that_marks_something_is_not_listed(redacts: bool) -> None:
+    """Its class is another than the hint's."""
+    definition = tool_of(gives({}, input_schema=Job, output_schema=Job), redact_output=redacts).definition("portable")
+    assert SECRET_TEXT not in json.dumps(definition)
+    assert definition["inputSchema"]["properties"]["count"]["type"] == "integer"
+
+
+async def test_a_result_that_is_hidden_as_a_whole_is_an_object() -> None:
+    class Sealed(BaseModel):
+        model_config = ConfigDict(json_schema_extra=MARK)
+        pin: str = SECRET_TEXT
+
+    async with connect({"a.sealed": gives(Sealed())}) as client:
+        assert json.loads(success_text(await client.call_tool("a.sealed", {}))) == {"result": REDACTED}
+
+
 class Masking(BaseModel):
     """What it writes has no mark. An author's example and a chunk are not written by it."""
 
@@ -940,3 +982,23 @@ async def test_apcores_log_shows_no_marked_value(caplog: Caplog) -> None:
     lines = [record.getMessage() for record in caplog.records if record.name == "apcore.schema.hardening"]
     assert [("no uuid" in line) for line in lines] == [False, True]
     assert SECRET_TEXT not in caplog.text
+
+
+async def test_apcores_log_shows_none_from_a_thread(caplog: Caplog) -> None:
+    """Nor in what a formatter of JSON would write beside the text."""
+
+    def refuse(inputs: dict[str, Any], context: Context) -> NoReturn:
+        raise InvalidInputError(f"{inputs} is wrong")
+
+    def pass_on(inputs: dict[str, Any], context: Context) -> dict[str, Any]:
+        with ThreadPoolExecutor() as pool, suppress(ModuleError):
+            pool.submit(context.executor.call, "a.refusal", {"token": SECRET_TEXT}, context).result(timeout=20)
+        return {}
+
+    modules = {"a.refusal": FunctionalModule(refuse, input_schema=SECRETIVE), "a.pass": FunctionalModule(pass_on)}
+    caplog.set_level(logging.DEBUG, logger="apcore")
+    async with connect(Executor(registry_of(modules), middlewares=[LoggingMiddleware()])) as client:
+        success_text(await client.call_tool("a.pass", {}))
+    records = [vars(record) for record in caplog.records if record.name == "apcore.middleware.logging"]
+    assert "error" in records[-2]
+    assert [record for record in records if SECRET_TEXT in str(record)] == []
