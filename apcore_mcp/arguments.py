@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from .faults import FAULTS_MAX, fault_at, pydantic_faults, schema_faults
 from .functions import function_of
-from .hints import ReadForm, core_schema_of, holds_secret, nodes_of, read_form
+from .hints import ReadForm, core_schema_of, is_secret, nodes_of, read_form
 from .schemas import (
     IN_PLACE,
     OTHER_PROPERTIES,
@@ -57,7 +57,7 @@ class Arguments:
             self.declared = self.model.model_json_schema()
         if isinstance(self.model, ModelType):
             nodes = [*nodes_of(core_schema_of(TypeAdapter(self.model)))]
-            if holds_secret(nodes):
+            if any(map(is_secret, nodes)):
                 self.declared = read_form(self.model)
             if marks_default(nodes):
                 self.declared = without_defaults(self.declared)

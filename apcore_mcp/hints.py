@@ -115,7 +115,7 @@ def _is_plain(enum: CoreSchema) -> bool:
     return has_all and all(isinstance(each.value, str | int | float) for each in enum["members"])
 
 
-def _is_secret(schema: CoreSchema) -> bool:
+def is_secret(schema: CoreSchema) -> bool:
     """Whether a core schema is that of pydantic's `Secret[...]`, of which its JSON schema says nothing."""
     return (schema.get("serialization") or {}).get("function") is _SECRET
 
@@ -129,7 +129,7 @@ class ReadForm(GenerateJsonSchema):
 
     def json_or_python_schema(self, schema: Any) -> JSONSchema:
         form = super().json_or_python_schema(schema)
-        return {**form, "x-sensitive": True} if _is_secret(schema) else form
+        return {**form, "x-sensitive": True} if is_secret(schema) else form
 
 
 class _WrittenForm(ReadForm):
@@ -172,11 +172,6 @@ def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSche
 
 
 # ---- What is marked ----
-
-
-def holds_secret(nodes: Iterable[CoreSchema]) -> bool:
-    """Whether there is pydantic's `Secret[...]` among core schemas."""
-    return any(map(_is_secret, nodes))
 
 
 def marks_in_form(schema: JSONSchema) -> JSONSchema:
@@ -283,8 +278,7 @@ def is_open(schema: CoreSchema) -> bool:
             return True
         if kind == "dict" and node["keys_schema"]["type"] != "str":  # of which two may have one name
             return True
-        for key in keys:
-            waiting += _schemas(node[key])
+        waiting += [part for key in keys for part in _schemas(node[key])]
         waiting += node.get("computed_fields", ())
     return False
 
