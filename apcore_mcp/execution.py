@@ -32,7 +32,7 @@ from apcore.streaming import StreamingModule
 from apcore.utils import propagate_error
 from pydantic import BaseModel
 
-from .call import CURRENT_CALL, RunningCall, call_of
+from .call import RunningCall, call_of
 from .conversation import silence
 from .functions import Function
 from .hints import marks_of
@@ -247,7 +247,6 @@ class _Step(BaseStep):
         call = call_of(ctx.context)
         if call is None:
             return await self.step.execute(ctx)
-        CURRENT_CALL.set(call)  # for apcore's log, also in a thread that a module has started
         module = ctx.module
         try:
             return await self._execute_for(call, ctx, module)

@@ -407,12 +407,13 @@ def _reading(schema: Any) -> Any:
         return schema
     kept = {*_NO_SCHEMAS, "serialization", "function"}
     copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
-    if schema.get("type") == "generator":  # which could be walked once, and not be asked for marks
-        return core_schema.no_info_after_validator_function(list, copied)
+    is_generator = schema.get("type") == "generator"
     kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
-    if kind is None:
+    if kind is None and not is_generator:
         return copied
     reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
+    if kind is None:  # of a generator, which could be walked once, and not be asked for marks
+        return {**core_schema.no_info_after_validator_function(list, copied), **reference}
     if copied["type"] == "model" and not copied.get("custom_init"):
         copied.pop("post_init", None)  # which `model_construct()` calls
         copied["cls"] = _Held

@@ -108,8 +108,8 @@ def map_subschemas(schema: JSONSchema, change: Callable[[Any, str], object]) -> 
 
 
 def without_defaults(schema: JSONSchema, _: str = "") -> JSONSchema:
-    """Copy `schema` without defaults, but for null: of what is marked in them it says nothing."""
-    kept = {key: value for key, value in schema.items() if key != "default" or value is None}
+    """Copy `schema` without defaults that may be models: of what is marked in them it says nothing."""
+    kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list | str)}
     return map_subschemas(kept, without_defaults)
 
 
@@ -396,19 +396,18 @@ def promise_of(schema: JSONSchema, *more: str) -> JSONSchema:
 # ---- Secrets ----
 
 # Keywords whose schemas apply to parts of the value that nobody looks for: a mark there hides the whole value.
-_OUTLINED = _WITH_SCHEMAS | {"type"}
 _WHOLE = frozenset("patternProperties contains propertyNames contentSchema additionalItems dependencies".split())
 
 
 def marks_of_schema(schema: JSONSchema) -> JSONSchema:
-    """The marks, the names and the types of a self-contained schema, and nothing else; `{}` where it marks nothing.
+    """The marks and the names of a self-contained schema, and nothing else; `{}` where it marks nothing.
 
-    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {"type": "integer", "minimum": 1}}}` becomes
-    `{"properties": {"a": {"x-sensitive": True}, "b": {"type": "integer"}}}`."""
+    `{"properties": {"a": {"type": "string", "x-sensitive": True}, "b": {}}}` becomes
+    `{"properties": {"a": {"x-sensitive": True}, "b": {}}}`."""
 
     def outline(part: JSONSchema, _: str = "") -> JSONSchema:
         if _is_mark(part) or any(map(marks_sensitive, branches(part, _WHOLE))):
             return {"x-sensitive": True}
-        return map_subschemas({key: value for key, value in part.items() if key in _OUTLINED}, outline)
+        return map_subschemas({key: value for key, value in part.items() if key in _WITH_SCHEMAS}, outline)
 
     return outline(schema) if marks_sensitive(schema) else {}

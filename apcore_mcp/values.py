@@ -30,16 +30,13 @@ from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_
 def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
-    Where something is marked, names that no schema has are hidden too (`hides_others`), and what stands in the place of
-    an object: whoever wrote them may have meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the
-    values of maps (`additionalProperties`) and by default blanks innocent keys that contain a word: "author",
-    "tokens_used"."""
+    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
+    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
+    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
         return value
-    types = {name for mark in applied for name in types_of(mark)} - {"null"}
-    is_misplaced = types == {"object"} and not isinstance(value, dict) and any(map(properties_of, applied))
-    if is_misplaced or any("x-sensitive" in mark for mark in applied):
+    if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
     if isinstance(value, list):
         return [redact(item, *part_schemas(applied, i), hides_others=hides_others) for i, item in enumerate(value)]
@@ -149,13 +146,11 @@ def without_numpy(value: Any) -> Any:
 
 
 def _name_in_json(key: Any) -> str:
-    """The name that a key of a dict is in JSON. TypeError for an object: its text is its `__repr__`, or marked."""
+    """The name that a key of a dict is in JSON. TypeError for one that marks something: a name cannot be hidden."""
     if isinstance(key, str):
         return key
-    if isinstance(key, RootModel) and not marks_of(type(key)):
-        return _name_in_json(key.root)
-    if isinstance(key, BaseModel) or _is_dataclass(key) or (isinstance(key, tuple) and marks_of(type(key))):
-        raise TypeError(f"nothing says what a {type(key).__module__}.{type(key).__qualname__} is as a name in JSON")
+    if marks_of(type(key)):
+        raise TypeError(f"a {type(key).__module__}.{type(key).__qualname__} marks something, and is no name in JSON")
     for part in key if isinstance(key, tuple) else ():
         _name_in_json(part)
     name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
@@ -301,8 +296,13 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
 
 
 def marks_default(nodes: Iterable[JSONObject]) -> bool:
-    """Whether a default in core schemas holds something marked. Pydantic's JSON schema would quote it."""
-    return any(marks_in(node["default"]) for node in nodes if node.get("type") == "default" and "default" in node)
+    """Whether a default in core schemas holds something marked: pydantic's JSON schema quotes what it can write."""
+    for node in nodes:
+        with suppress(Exception):  # of any object
+            to_json(node["default"])
+            if marks_in(node["default"]):
+                return True
+    return False
 
 
 _DEPTH_MAX = 3  # of objects in objects that nothing describes

@@ -641,7 +641,6 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (Right, Right.READ | Right.WRITE, {"result": 3}),
     (Iterable[Any], [ONE, {"a": 1}], {"result": ["1.1", {"a": 1}]}),
     (dict[Sid, int], {Sid("a"): 1}, {"a": 1}),
-    (dict, {Sid("a"): 1}, {"a": 1}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
 ]
