@@ -151,8 +151,9 @@ def _name_in_json(key: Any) -> str:
         return key
     if marks_of(type(key)):
         raise TypeError(f"a {type(key).__module__}.{type(key).__qualname__} marks something, and is no name in JSON")
-    for part in key if isinstance(key, tuple) else ():
-        _name_in_json(part)
+    if isinstance(key, tuple):
+        for part in key:
+            _name_in_json(part)
     name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
     return name
 
@@ -200,9 +201,12 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
         return form
     if isinstance(value, Decimal) and value.is_finite():
-        is_number = types & {"number", "integer"} and "string" not in types
-        number = int(value) if "number" not in types and value == value.to_integral_value() else float(value)
-        value = number if is_number else str(value)
+        if "string" in types or not types & {"number", "integer"}:
+            value = str(value)
+        elif "number" not in types and value == value.to_integral_value():
+            value = int(value)
+        else:
+            value = float(value)
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
@@ -297,10 +301,10 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
 
 def marks_default(nodes: Iterable[JSONObject]) -> bool:
     """Whether a default in core schemas holds something marked: pydantic's JSON schema quotes what it can write."""
-    for node in nodes:
-        with suppress(Exception):  # of any object
-            to_json(node["default"])
-            if marks_in(node["default"]):
+    for default in [node["default"] for node in nodes if "default" in node]:
+        with suppress(Exception):  # it may be any object
+            to_json(default)
+            if marks_in(default):
                 return True
     return False
 
