@@ -56,7 +56,7 @@ class Arguments:
             self.model = self.function.model
             self.declared = self.model.model_json_schema()
         if isinstance(self.model, ModelType):
-            nodes = [*nodes_of(core_schema_of(TypeAdapter(self.model)))]
+            nodes = nodes_of(core_schema_of(TypeAdapter(self.model)))
             if any(map(is_secret, nodes)):
                 self.declared = read_form(self.model)
             if marks_default(nodes):

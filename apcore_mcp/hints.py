@@ -10,10 +10,10 @@ import builtins
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Flag
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeGuard, cast, get_type_hints
 
 import pydantic
 from pydantic import ConfigDict, Secret, TypeAdapter
@@ -62,23 +62,33 @@ def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
     return cast(CoreSchema, adapter.core_schema)
 
 
+def _is_schema(part: Any) -> TypeGuard[CoreSchema]:
+    """Whether it is a core schema, and not several by names or by tags, of which one may be "metadata"."""
+    return isinstance(part, dict) and isinstance(part.get("type"), str)
+
+
 def _schemas(part: Any) -> Iterable[CoreSchema]:
     """The core schemas that stand under one key, be it one, several, several with labels, or several by names."""
     if isinstance(part, dict):
-        return [part] if isinstance(part.get("type"), str) else part.values()
+        return [part] if _is_schema(part) else part.values()
     return [each[0] if isinstance(each, tuple) else each for each in part]
 
 
-def nodes_of(schema: Any) -> Iterator[CoreSchema]:
-    """`schema` and all core schemas in it."""
-    if isinstance(schema, dict):
-        yield schema
-        for key, part in schema.items():
-            if key not in _NO_SCHEMAS:
-                yield from nodes_of(part)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            yield from nodes_of(part)
+def _parts_of(part: Any) -> Iterable[Any]:
+    """What may hold core schemas: in a core schema, or in what has several by names, by tags or in a row."""
+    if _is_schema(part):
+        return [inner for key, inner in part.items() if key not in _NO_SCHEMAS]
+    if isinstance(part, dict):
+        return part.values()
+    return part if isinstance(part, list | tuple) else ()
+
+
+def nodes_of(schema: CoreSchema) -> list[CoreSchema]:
+    """`schema` and all core schemas in it, the outer ones first."""
+    parts: list[Any] = [schema]
+    for part in parts:  # which grows
+        parts += _parts_of(part)
+    return [*filter(_is_schema, parts)]
 
 
 # ---- JSON schemas of what pydantic reads and writes ----
@@ -292,19 +302,17 @@ def _is_own(serializer: Any, kind: type) -> bool:
 def rewrites(schema: Any) -> bool:
     """Whether an author's function may write something by `schema` in another form, but for what a model or dataclass
     in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
-    nodes = [schema]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, dict):
-            serializer = node.get("serialization") or {}
-            is_class = node.get("type") in ("model", "dataclass")
-            is_any = serializer.get("type") == "any"
-            if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
-                return True
-            if not is_class:
-                nodes += [part for key, part in node.items() if key not in _NO_SCHEMAS]
-        elif isinstance(node, list | tuple):
-            nodes += node
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        node = part if _is_schema(part) else {}
+        serializer = node.get("serialization") or {}
+        is_class = node.get("type") in ("model", "dataclass")
+        is_any = serializer.get("type") == "any"
+        if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
+            return True
+        if not is_class:
+            parts += _parts_of(part)
     return False
 
 
@@ -405,10 +413,11 @@ def _reading(schema: Any) -> Any:
         return type(schema)(map(_reading, schema))
     if not isinstance(schema, dict):
         return schema
-    kept = {*_NO_SCHEMAS, "serialization", "function"}
+    is_schema = _is_schema(schema)
+    kept = {*_NO_SCHEMAS, "serialization", "function"} if is_schema else ()
     copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
     is_generator = schema.get("type") == "generator"
-    kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
+    kind = _kind_of(schema) if is_schema else None
     if kind is None and not is_generator:
         return copied
     reference = {"ref": copied.pop("ref")} if "ref" in copied else {}

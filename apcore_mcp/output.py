@@ -120,7 +120,7 @@ class Output:
         self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
-            nodes = [*nodes_of(core_schema)]
+            nodes = nodes_of(core_schema)
             self.unsent = unsent_fields(nodes)
             self._is_open = is_open(core_schema) or not self.schema
             if self._is_open or marks_default(nodes):

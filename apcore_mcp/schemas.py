@@ -122,11 +122,12 @@ def branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     return found
 
 
-def subschemas(schema: JSONSchema) -> Iterator[JSONSchema]:
+def subschemas(schema: JSONSchema) -> list[JSONSchema]:
     """`schema` and every schema in it, at any depth, but for boolean ones."""
-    yield schema
-    for inner in branches(schema, _WITH_SCHEMAS):
-        yield from subschemas(inner)
+    found = [schema]
+    for each in found:  # which grows
+        found += branches(each, _WITH_SCHEMAS)
+    return found
 
 
 def in_place(*schemas: JSONSchema) -> Iterator[JSONSchema]:

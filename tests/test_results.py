@@ -713,6 +713,10 @@ class Kitchen(BaseModel):
     when: date = date(2026, 2, 3)
 
 
+class Shelf(BaseModel):
+    metadata: Oven  # a name that core schemas have for something else
+
+
 class Stay(TypedDict):
     nights: Annotated[int, Field(ge=1)]
 
@@ -753,6 +757,7 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Annotated[Oven, AfterValidator(lambda oven: pytest.fail("checked again"))], OVEN, {"result": HOT}),
     (dict[str, list[Kitchen]], {"a": [{"oven": OVEN}]}, {"a": [{"oven": HOT, "when": DAY}]}),
     (list[Kitchen], [{"oven": OVEN, "when": DAY}], {"result": [{"oven": HOT, "when": DAY}]}),
+    (list[Shelf], [{"metadata": OVEN}], {"result": [{"metadata": HOT}]}),
     (Trip, trip(day=DAY), {"result": TRIP}),
     (Trip, trip(price=3), {"result": {**TRIP, "price": "3"}}),
     (Trip, trip(stops=("Rome",)), {"result": {**TRIP, "stops": ["Rome"]}}),
