@@ -22,32 +22,34 @@ from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .hints import BASE64, DECIMAL, how_written, marks_of
-from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_of, text_of, types_of
+from .schemas import JSONObject, JSONSchema, in_place, part_schemas, text_of, types_of
 
 # ---- Secrets ----
+
+_PARTS = ("properties", "items", "prefixItems", "additionalProperties")  # the keywords by which a mark describes some
 
 
 def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
-    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
-    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
-    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
+    Where something is marked, what no schema describes is hidden too (`hides_others`), a name or an item of a list in
+    the place of an object: whoever wrote it may have meant the marked one. Not by `apcore.redact_sensitive`, which
+    overlooks the values of maps (`additionalProperties`) and by default blanks innocent keys that contain a word:
+    "author", "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
         return value
     if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
+    describes = hides_others and any(mark.get(keyword) for mark in applied for keyword in _PARTS)
+    others: list[JSONSchema] = [{"x-sensitive": True}] if describes else []
+
+    def part(step: str | int, item: Any) -> Any:
+        return redact(item, *([*part_schemas(applied, step)] or others), hides_others=hides_others)
+
     if isinstance(value, list):
-        return [redact(item, *part_schemas(applied, i), hides_others=hides_others) for i, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    others: list[JSONSchema] = [{"x-sensitive": True}] if hides_others and any(map(properties_of, applied)) else []
-    redacted = {}
-    for name, item in value.items():
-        parts = [*part_schemas(applied, name)] or others
-        redacted[name] = redact(item, *parts, hides_others=hides_others)
-    return redacted
+        return [part(index, item) for index, item in enumerate(value)]
+    return {name: part(name, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 # ---- Output ----

@@ -825,7 +825,15 @@ def test_where_nothing_is_known_to_stand_all_marks_hold() -> None:
     patient, hidden = {"socialNumber": SECRET_TEXT, "name": "Ann"}, {"socialNumber": REDACTED, "name": "Ann"}
     assert redact([{}, patient], marks_in([PATIENT])) == [{}, hidden]
     assert redact({"b": patient}, marks_in({"a": PATIENT})) == {"b": hidden}
-    assert redact({"a": {"b": 1}}, {"properties": {"a": {"items": MARK}}}) == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("part", [{"a": {"pin": 1}}, [{"pin": 1}], {"pins": [{"pin": 1}]}])
+@pytest.mark.parametrize("expected", [PIN, {"items": PIN}, {"prefixItems": [PIN]}, {"additionalProperties": PIN}])
+def test_in_the_place_of_something_else_nothing_marked_is_shown(part: Any, expected: Any) -> None:
+    """A module's own example may have a list for an object, and middleware that pages an object for a list."""
+    marks = {"properties": {"part": expected}}
+    assert json.dumps(redact({"part": part}, marks)).count(": 1") == 0
+    assert redact({"part": part}, {"properties": {"part": {}, "other": expected}}) == {"part": part}
 
 
 async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
