@@ -1,4 +1,4 @@
-"""Hints: what pydantic makes of a return hint or a model, told by its core schema, by which it reads and writes itself.
+"""Hints: what pydantic writes by a return hint or a model, told by its core schema, by which it writes itself.
 
 Functions of core schemas and JSON schemas, with nothing of MCP in them. What a core schema does not say for certain is
 taken for open, so that a new kind of pydantic's, and a pydantic that is not known, hides too much and never too little.
@@ -10,7 +10,7 @@ import builtins
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from enum import Flag
 from typing import Any, TypeGuard, cast, get_type_hints
@@ -19,7 +19,6 @@ import pydantic
 from pydantic import ConfigDict, Secret, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import SchemaValidator, core_schema
 
 from .schemas import (
     JSONObject,
@@ -53,7 +52,7 @@ _WRITTEN_BY = {
     }.items()
     for kind in kinds.split()
 }
-_NO_SCHEMAS = frozenset("metadata config default expected members".split())  # keys of a core schema that hold others
+NO_SCHEMAS = frozenset("metadata config default expected members".split())  # keys of a core schema that hold others
 
 
 def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
@@ -62,7 +61,7 @@ def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
     return cast(CoreSchema, adapter.core_schema)
 
 
-def _is_schema(part: Any) -> TypeGuard[CoreSchema]:
+def is_schema(part: Any) -> TypeGuard[CoreSchema]:
     """Whether it is a core schema, and not several by names or by tags, of which one may be "metadata"."""
     return isinstance(part, dict) and isinstance(part.get("type"), str)
 
@@ -70,17 +69,20 @@ def _is_schema(part: Any) -> TypeGuard[CoreSchema]:
 def _schemas(part: Any) -> Iterable[CoreSchema]:
     """The core schemas that stand under one key, be it one, several, several with labels, or several by names."""
     if isinstance(part, dict):
-        return [part] if _is_schema(part) else part.values()
+        return [part] if is_schema(part) else part.values()
     return [each[0] if isinstance(each, tuple) else each for each in part]
+
+
+_HOLDERS = (dict, list, tuple)
 
 
 def _parts_of(part: Any) -> Iterable[Any]:
     """What may hold core schemas: in a core schema, or in what has several by names, by tags or in a row."""
-    if _is_schema(part):
-        return [inner for key, inner in part.items() if key not in _NO_SCHEMAS]
+    if is_schema(part):
+        return [inner for key, inner in part.items() if isinstance(inner, _HOLDERS) and key not in NO_SCHEMAS]
     if isinstance(part, dict):
         return part.values()
-    return part if isinstance(part, list | tuple) else ()
+    return part if isinstance(part, _HOLDERS) else ()
 
 
 def nodes_of(schema: CoreSchema) -> list[CoreSchema]:
@@ -88,7 +90,7 @@ def nodes_of(schema: CoreSchema) -> list[CoreSchema]:
     parts: list[Any] = [schema]
     for part in parts:  # which grows
         parts += _parts_of(part)
-    return [*filter(_is_schema, parts)]
+    return [part for part in parts if is_schema(part)]
 
 
 # ---- JSON schemas of what pydantic reads and writes ----
@@ -150,6 +152,10 @@ class _WrittenForm(ReadForm):
 
     def enum_schema(self, schema: Any) -> JSONSchema:
         return super().enum_schema(schema) if _is_plain(schema) else {}
+
+    def encode_default(self, dft: Any) -> Any:
+        # Pydantic makes a TypeAdapter for each default, which takes a fifth of all this.
+        return dft if dft is None or type(dft) in (str, bool, int) else super().encode_default(dft)
 
     def decimal_schema(self, schema: Any) -> JSONSchema:
         return {**super().decimal_schema(schema), "format": DECIMAL}
@@ -253,11 +259,14 @@ def subclasses_mark(kinds: Iterable[type]) -> bool:
 # ---- What is open ----
 
 
+_JSON_SCHEMA_MAKERS = frozenset(["pydantic_js_functions", "pydantic_js_annotation_functions", "pydantic_js_extra"])
+
+
 def _is_restated(schema: CoreSchema) -> bool:
     """Whether the JSON schema of a core schema is an author's: `WithJsonSchema`, `SkipJsonSchema`, a function."""
-    if "metadata" not in schema and "cls" not in schema:  # as most: a start looks at all that there are
-        return False
     metadata = schema.get("metadata") or {}
+    if "cls" not in schema and _JSON_SCHEMA_MAKERS.isdisjoint(metadata):  # as most: a start looks at all that there are
+        return False
     functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
     functions += filter(callable, [metadata.get("pydantic_js_extra")])
     functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
@@ -305,7 +314,7 @@ def rewrites(schema: Any) -> bool:
     parts = [schema]
     while parts:
         part = parts.pop()
-        node = part if _is_schema(part) else {}
+        node = part if is_schema(part) else {}
         serializer = node.get("serialization") or {}
         is_class = node.get("type") in ("model", "dataclass")
         is_any = serializer.get("type") == "any"
@@ -365,87 +374,3 @@ def unsent_fields(nodes: Iterable[CoreSchema]) -> list[str]:
             known = {field["name"] for field in inner["fields"]}
             unsent += [f"{kind.__name__}.{each.name}" for each in dataclasses.fields(kind) if each.name not in known]
     return unsent
-
-
-# ---- Reading: what is made of what a function returns ----
-
-
-class _Held:
-    """What pydantic makes for a moment in the place of a model. For that, it would use the validator that the class
-    brings, which runs the validators of the instances in it."""
-
-    __slots__ = ("__dict__", "__pydantic_extra__", "__pydantic_fields_set__", "__pydantic_private__")
-
-
-def _made(kind: Any) -> Callable[[Any], Any]:
-    def make(held: Any) -> Any:
-        values = {**vars(held), **(held.__pydantic_extra__ or {})}
-        return kind.model_construct(_fields_set=held.__pydantic_fields_set__, **values)
-
-    return make
-
-
-def _passing(kind: type) -> Callable[[Any, Any], Any]:
-    def read(value: Any, make: Any) -> Any:
-        return value if isinstance(value, kind) else make(value)
-
-    return read
-
-
-def _kind_of(schema: CoreSchema) -> type | None:
-    """The model or dataclass that `schema` makes, whatever validators stand around it."""
-    while schema["type"].startswith("function-") and "schema" in schema:
-        schema = schema["schema"]
-    return schema["cls"] if schema["type"] in ("model", "dataclass") else None
-
-
-def _is_read_otherwise(schema: CoreSchema) -> bool:
-    """Whether pydantic would validate an instance anew by `schema`, or hand out a generator."""
-    kind = schema.get("type")
-    config = schema.get("config") or {}
-    is_around = isinstance(kind, str) and kind.startswith("function-") and "schema" in schema
-    return kind == "generator" or "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
-
-
-def _reading(schema: Any) -> Any:
-    """Copy a core schema so that it lets each instance pass as it is."""
-    if isinstance(schema, list | tuple):
-        return type(schema)(map(_reading, schema))
-    if not isinstance(schema, dict):
-        return schema
-    is_schema = _is_schema(schema)
-    kept = {*_NO_SCHEMAS, "serialization", "function"} if is_schema else ()
-    copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
-    is_generator = schema.get("type") == "generator"
-    kind = _kind_of(schema) if is_schema else None
-    if kind is None and not is_generator:
-        return copied
-    reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
-    if kind is None:  # of a generator, which could be walked once, and not be asked for marks
-        return {**core_schema.no_info_after_validator_function(list, copied), **reference}
-    if copied["type"] == "model" and not copied.get("custom_init"):
-        copied.pop("post_init", None)  # which `model_construct()` calls
-        copied["cls"] = _Held
-        copied = core_schema.no_info_after_validator_function(_made(kind), copied)
-    return {**core_schema.no_info_wrap_validator_function(_passing(kind), copied), **reference}
-
-
-class Reader:
-    """Reads what a function returned by its hint: dicts become models and are checked, instances stay what they are."""
-
-    def __init__(self, adapter: TypeAdapter[Any]) -> None:
-        schema = core_schema_of(adapter)
-        self._kind = _kind_of(schema)
-        self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node.get("type") in ("model", "dataclass")})
-        self._own: Any = adapter.validator
-        self._validator = self._own
-        if any(map(_is_read_otherwise, nodes_of(schema))):  # by itself, pydantic leaves others as they are
-            self._validator = SchemaValidator(_reading(schema))
-
-    def read(self, value: Any, strict: bool = True) -> Any:
-        if self._kind is not None and isinstance(value, self._kind):
-            return value
-        return self._validator.validate_python(value, strict=strict)
-
-    def read_json(self, text: bytes) -> Any:
-        return self._own.validate_json(text, strict=True)  # in a text there are no instances

@@ -21,7 +21,6 @@ from .functions import Function
 from .hints import (
     BASE64,
     DECIMAL,
-    Reader,
     core_schema_of,
     is_open,
     marks_in_form,
@@ -33,6 +32,7 @@ from .hints import (
     written_form,
 )
 from .promises import validator_of
+from .reading import Reader
 from .schemas import (
     JSONObject,
     JSONSchema,
@@ -115,9 +115,6 @@ class Output:
         self.unsent: list[str] = []  # the fields of dataclasses that pydantic does not know
         # What its core schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = True
-        self._forms: list[JSONSchema] = []  # by which numbers are written where Decimals are meant, and bytes
-        self._reads_bytes = False  # whether a text may be meant as bytes: elsewhere it is the name of a file
-        self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
             nodes = nodes_of(core_schema)
@@ -125,14 +122,24 @@ class Output:
             self._is_open = is_open(core_schema) or not self.schema
             if self._is_open or marks_default(nodes):
                 self.schema = without_defaults(self.schema)
-            self._is_rewritten = rewrites(core_schema)
-            formats = {part.get("format") for part in subschemas(self.schema)}
-            if formats & {DECIMAL, BASE64}:
-                self._forms = [*in_place(self.schema)]
-            self._reads_bytes = BASE64 in formats
             if self._is_open:  # what is written may have the names by which it is read
                 read = marks_in_form(read_form(self._declared, self._adapter))
                 self.marks += [read] if read else []
+
+    @cached_property
+    def _is_rewritten(self) -> bool:
+        """Whether an author's function writes what no JSON schema describes."""
+        return self._adapter is not None and rewrites(core_schema_of(self._adapter))
+
+    @cached_property
+    def _formats(self) -> set[str]:
+        parts = [] if self._adapter is None else subschemas(self.schema)
+        return {part["format"] for part in parts if "format" in part}
+
+    @cached_property
+    def _forms(self) -> list[JSONSchema]:
+        """By which numbers are written where Decimals are meant, and bytes."""
+        return [*in_place(self.schema)] if self._formats & {DECIMAL, BASE64} else []
 
     @cached_property
     def _reader(self) -> Reader:
@@ -226,7 +233,8 @@ class Output:
                 is_made = any(isinstance(each, reader.kinds) for each in _instances(plain))  # and not to be made anew
                 if is_made or not marks_in(output):  # what another type marks would be sent
                     read = reader.read(plain, strict=False) if is_made else reader.read_json(to_json(plain))
-                    if self._reads_bytes or holds_bytes(plain) or not holds_bytes(read):
+                    # A text is the name of a file, unless bytes are to be texts.
+                    if BASE64 in self._formats or holds_bytes(plain) or not holds_bytes(read):
                         return read
             is_wrapped = self._function is not None and self._function.is_wrapped
             raise RefusedOutput(pydantic_faults(error, output), output["result"] if is_wrapped else output) from None

@@ -229,15 +229,16 @@ class SchemaConverter:
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
         self._root = schema
+        self._resolver: Any = None  # of references in the root, where there are any
         self._circular: set[str] = set()  # references that lead back into themselves
         self._nodes = 0
-        resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         name = _PYDANTIC_NAMES.normalize_name(getattr(self._model, "__name__", "-"))
-        return self._without_class_name(self._visit(schema, resolver, ["#"]), name)
+        return self._without_class_name(self._visit(schema, None, ["#"]), name)
 
     def _visit(self, node: Any, resolver: Any, opened: list[str], place: str = "") -> JSONSchema:
         """Copy `node`, with `{}` for `true` and `{"not": {}}` for `false`, as MCP wants objects. `opened` are the
-        references that led to it, outermost first, `place` the names."""
+        references that led to it, outermost first, `place` the names; `resolver` follows others, from the root where
+        it is None."""
         if isinstance(node, bool):
             return {} if node else {"not": {}}
         self._nodes += 1
@@ -264,6 +265,9 @@ class SchemaConverter:
         return self._complete(result)
 
     def _target(self, ref: str, resolver: Any, opened: list[str], place: str) -> JSONSchema:
+        if self._resolver is None:
+            self._resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(self._root))
+        resolver = resolver or self._resolver
         circle = opened[opened.index(ref) :] if ref in opened else []
         self._circular.update(circle)
         if circle or (ref in self._circular and not self._circular.isdisjoint(opened)):  # each once: they multiply
