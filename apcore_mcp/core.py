@@ -391,10 +391,10 @@ class _ResultMapper:
 
     def to_text(self, chunk: Any) -> str:
         """A chunk of a stream as JSON text, with marked values hidden."""
-        marks = [*self.tool.own_marks, marks_in(chunk)] if self.tool.redacts else []
+        own_marks = marks_in(chunk) if self.tool.redacts else {}
         chunk = {name: value for name, value in chunk.items() if name not in self.tool.media}  # the result has them
         try:
-            return to_json(redact(as_json(chunk), *marks)).decode()
+            return to_json(redact(redact(as_json(chunk), *self.tool.own_marks), own_marks)).decode()
         except Exception as error:  # a module's own __str__ may raise anything
             raise not_json(error) from None
 
@@ -410,7 +410,7 @@ class _ResultMapper:
             value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
                 own_marks = marks_in(output) if is_changed and tool.redacts else {}
-                value = redact(value, *tool.marks, own_marks)
+                value = redact(redact(value, *tool.marks), own_marks)
                 if tool.media:
                     value = {**value}
                     files = _take_files(tool, value)

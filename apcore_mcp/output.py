@@ -22,6 +22,7 @@ from .hints import (
     BASE64,
     DECIMAL,
     core_schema_of,
+    how_written,
     is_open,
     marks_in_form,
     nodes_of,
@@ -56,12 +57,12 @@ from .values import (
     check_values,
     dumped,
     holds_bytes,
+    in_pythons_types,
     is_array,
     marks_default,
     marks_in,
     not_json,
     redact,
-    without_numpy,
 )
 
 
@@ -129,7 +130,13 @@ class Output:
     @cached_property
     def _is_rewritten(self) -> bool:
         """Whether an author's function writes what no JSON schema describes."""
-        return self._adapter is not None and rewrites(core_schema_of(self._adapter))
+        if self._adapter is None:
+            return False
+        core_schema = core_schema_of(self._adapter)
+        if self._function is not None and self._function.is_wrapped:  # in a model of ours
+            model = next(node["cls"] for node in nodes_of(core_schema) if node["type"] == "model")
+            return bool(how_written(model).rewritten)
+        return rewrites(core_schema)
 
     @cached_property
     def _formats(self) -> set[str]:
@@ -225,13 +232,13 @@ class Output:
         if not is_numpys:  # pydantic would make a number of a duration
             with suppress(ValidationError):
                 return reader.read(output)
-        plain = without_numpy(output)
+        plain = in_pythons_types(output)
         try:
             return reader.read(plain)
         except ValidationError as error:
             with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
                 is_made = any(isinstance(each, reader.kinds) for each in _instances(plain))  # and not to be made anew
-                if is_made or not marks_in(output):  # what another type marks would be sent
+                if is_made or not marks_in(plain):  # what another type marks would be sent
                     read = reader.read(plain, strict=False) if is_made else reader.read_json(to_json(plain))
                     # A text is the name of a file, unless bytes are to be texts.
                     if BASE64 in self._formats or holds_bytes(plain) or not holds_bytes(read):
@@ -249,7 +256,9 @@ class Output:
 
     def _marks_in(self, value: Any) -> JSONSchema:
         marks = marks_in(value)
-        return {"additionalProperties": {"x-sensitive": True}} if marks and self._is_rewritten else marks
+        if self._is_rewritten and (marks or self.marks):
+            return {"additionalProperties": {"x-sensitive": True}}
+        return marks
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # pydantic's would use up a generator

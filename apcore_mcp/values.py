@@ -9,20 +9,23 @@ import base64
 import dataclasses
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from typing import Any, TypeGuard
 
 from apcore import ModuleError
 from apcore.utils.redaction import REDACTED_VALUE
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, RootModel, TypeAdapter
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .hints import BASE64, DECIMAL, how_written, marks_of
-from .schemas import JSONObject, JSONSchema, in_place, part_schemas, text_of, types_of
+from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive, part_schemas, text_of, types_of
 
 # ---- Secrets ----
 
@@ -139,12 +142,12 @@ def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
     return moment(value) if kind in ("M", "m") else plain
 
 
-def without_numpy(value: Any) -> Any:
-    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, in Python's types."""
-    value = _unpacked(value, _moment)
+def in_pythons_types(value: Any) -> Any:
+    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, and of iterators as lists."""
+    value = [*value] if isinstance(value, Iterator) else _unpacked(value, _moment)
     if isinstance(value, dict):
-        return {without_numpy(name): without_numpy(item) for name, item in value.items()}
-    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple, set) else value
+        return {in_pythons_types(name): in_pythons_types(item) for name, item in value.items()}
+    return type(value)(map(in_pythons_types, value)) if type(value) in (list, tuple, set) else value
 
 
 def _name_in_json(key: Any) -> str:
@@ -161,26 +164,42 @@ def _name_in_json(key: Any) -> str:
 
 
 _NO_FORM = object()
+_UNKNOWN = f"unknown {secrets.token_hex(16)}"  # what pydantic writes for an object that it does not know
 _PLAIN = (str, bool, int, float)
 
 
 def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
-    """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
-    where it cannot."""
+    """What pydantic makes of a value in Python's types, and in JSON's: `_UNKNOWN` for what it does not know, and
+    `_NO_FORM` where it cannot."""
     form: Any = _NO_FORM
     with suppress(ValueError):  # bytes that are no text
-        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
-    return dump(by_alias=True, warnings=False), form
+        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: _UNKNOWN))
+    try:
+        return dump(by_alias=True, warnings=False), form
+    except TypeError:  # a set of frozen models, of which pydantic would make a set of dicts
+        if form is _NO_FORM or _holds_unknown(form):
+            raise
+        return form, form
+
+
+def _holds_unknown(form: Any) -> bool:
+    return _UNKNOWN in to_json(form).decode()
 
 
 def _is_written(value: Any, form: Any) -> bool:
     """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
-    not the null of what it does not know. The parts of a container are looked at one by one."""
-    if isinstance(value, (*_BYTES, Set)) or (isinstance(value, Mapping) and isinstance(form, dict)):
+    not of what it does not know. The parts of a container are looked at one by one, unless its author writes it in
+    another form."""
+    if isinstance(value, _BYTES) or form == _UNKNOWN:
         return False
-    if isinstance(value, Sequence) and isinstance(form, list):
-        return len(form) != len(value)
-    return form is not None or isinstance(value, float)
+    if isinstance(value, Set):  # which is in no order
+        return not (holds_bytes(value) or _holds_unknown(form))
+    if isinstance(value, Mapping) and isinstance(form, dict):
+        names = {*map(_name_in_json, value)}
+        # To pydantic, a key that is a RootModel is the text "root='a'".
+        is_renamed = form.keys() not in (names, {f"root={name!r}" for name in names})
+        return is_renamed and not _holds_unknown(form)
+    return not (is_array(value) and isinstance(form, list) and len(form) == len(value))
 
 
 def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
@@ -188,9 +207,10 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
 
     A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
     model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
-    if isinstance(value, BaseModel):
+    if isinstance(value, BaseModel) or is_pydantic_dataclass(type(value)):
         check_values(value, place.removeprefix("the root"))
-        value, form = dumped(value.model_dump, value.model_dump_json)
+        adapter = TypeAdapter[Any](type(value))
+        value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
     types = {name for schema in schemas for name in types_of(schema)}
     if type(value) in (int, float) and "number" not in types and any(each.get("format") == DECIMAL for each in schemas):
         return str(value)  # where a Decimal was meant
@@ -343,7 +363,8 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     if isinstance(value, BaseModel) or _is_dataclass(value):
         written = how_written(type(value))
         for name, part in parts.items():
-            if part and (written.is_rewritten or name in written.rewritten):
+            is_marked = part or any(map(marks_sensitive, part_schemas([*in_place(own)], name)))
+            if is_marked and (written.is_rewritten or name in written.rewritten):
                 parts[name] = {"x-sensitive": True}
         if written.is_rewritten and (own or any(parts.values())):
             others = {"x-sensitive": True}  # of a list, which its author may make of it

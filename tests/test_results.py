@@ -35,6 +35,7 @@ from pydantic import (
     field_serializer,
     model_validator,
 )
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from support import (
     REDACTED,
     Array,
@@ -583,6 +584,36 @@ class Shortened(BaseModel):
     more: Any = None
 
 
+class Student(BaseModel):
+    courses: set[str]
+    iban: str = "DE02"
+    home: dict[str, str] = {"town": "Rome", "street": "Via Appia 1"}
+    more: Any = None
+
+    @field_serializer("courses", when_used="json")
+    def in_order(self, courses: set[str]) -> list[str]:
+        return sorted(courses)
+
+    @field_serializer("iban", when_used="json")
+    def hidden(self, iban: str) -> Any:
+        return None
+
+    @field_serializer("home", when_used="json")
+    def in_short(self, home: dict[str, str]) -> Any:
+        return {"in": home["town"], "at": "home"}
+
+
+class Tag(BaseModel, frozen=True):
+    name: str
+
+
+@pydantic_dataclass
+class Wine:
+    name: str
+    cost: int = Field(2, exclude=True)
+    year: int = Field(2000, serialization_alias="vintage")
+
+
 class Coded(BaseModel):
     code: Base64Bytes
     more: Any = None
@@ -615,6 +646,8 @@ class Averaged(BaseModel):
         return NAN
 
 
+COURSES = {f"c{number}" for number in range(9)}
+STUDENT = {"courses": sorted(COURSES), "iban": None, "home": {"in": "Rome", "at": "home"}, "more": None}
 ONE = Decimal("1.1")
 NAN = float("nan")
 ARRAY = Array([1, 2])
@@ -643,6 +676,12 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict[Sid, int], {Sid("a"): 1}, {"a": 1}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
+    (Student, Student(courses=COURSES), STUDENT),
+    (Any, [Student(courses=COURSES)], {"result": [STUDENT]}),
+    (Student, Student(courses={"a"}, more={b"?>~"}), {**STUDENT, "courses": ["a"], "more": ["Pz5+"]}),
+    (dict, {"a": Wine("Nero")}, {"a": {"name": "Nero", "vintage": 2000}}),
+    (Any, {Tag(name="a")}, {"result": [{"name": "a"}]}),
+    (dict[str, Any], {"a": {Tag(name="a")}}, {"a": [{"name": "a"}]}),
 ]
 """A hint, what a function returns by it, and what is sent."""
 
@@ -770,6 +809,10 @@ def test_an_instance_is_sent_as_it_is(hint: Any, value: Any, written: Any) -> No
     """By the serializers of its hint; and it is not made anew."""
     for _ in range(2):
         assert by_hint(hint, value) == written
+
+
+def test_what_an_iterator_gives_is_sent_as_it_is() -> None:
+    assert by_hint(list[Oven], iter([OVEN])) == {"result": [HOT]}
 
 
 def test_an_instance_of_a_class_is_sent_as_it_is() -> None:

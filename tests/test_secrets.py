@@ -660,6 +660,13 @@ class Dumped(BaseModel):
     held: Annotated[list[Any], PlainSerializer(lambda held: [{"a": each.name, "b": each.ssn} for each in held[::-1]])]
 
 
+Pins = Annotated[list[Annotated[str, MARKED]], PlainSerializer(lambda pins: " ".join(pins))]
+
+
+class Counted(BaseModel):
+    pins: Pins = [SECRET_TEXT]
+
+
 class Listed(BaseModel):
     held: Any
 
@@ -770,6 +777,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "extra": (dict[str, Openly], {"a": Openly(held=PATIENT)}),
     "untyped_serializer": (list[Dumped], [Dumped(held=[PRIVATE])]),
     "serializer_of_any": (Annotated[Any, PlainSerializer(lambda held: [held.ssn], return_type=Any)], PRIVATE),
+    "untyped_serializer_of_marked_items": (Counted, Counted()),
     "untyped_annotation": (Annotated[list[Any], PlainSerializer(lambda held: held[::-1])], [1, PATIENT]),
     "untyped_model_serializer": (Any, [Listed(held=PATIENT)]),
     "serializer_in_a_dict": (dict[str, Annotated[Any, PlainSerializer(lambda held: [held.ssn])]], {"a": PRIVATE}),
@@ -818,6 +826,21 @@ def test_what_a_model_marks_is_hidden_wherever_it_stands(name: str) -> None:
     assert SECRET_TEXT not in "".join(texts) + json.dumps(tool_of(function, redact_output=False).output_schema)
     if name in HELD:
         assert [("Ann" in text, REDACTED in text) for text in texts] == [(True, True)] * 4
+
+
+def test_what_a_serializer_makes_of_marked_items_is_hidden() -> None:
+    for hint, value in ((Pins, [SECRET_TEXT]), (dict[str, Pins], {"a": [SECRET_TEXT]})):
+        assert SECRET_TEXT not in json.dumps(shown(returning(hint, value), value))
+
+
+async def test_beside_what_middleware_adds_all_marks_hold() -> None:
+    class Adding(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            return {"data": output, "by": PRIVATE}
+
+    modules = {"a.patient": returning(Patient, PATIENT)}
+    async with connect(Executor(registry_of(modules), middlewares=[Adding()])) as client:
+        assert SECRET_TEXT not in success_text(await client.call_tool("a.patient", {}))
 
 
 def test_where_nothing_is_known_to_stand_all_marks_hold() -> None:
@@ -912,6 +935,7 @@ class MarkedNumber(Numbered):
 OTHER_HINTS: list[tuple[Any, Any]] = [
     (dict[str, str], PATIENT),
     (list[dict[str, str]], [PATIENT]),
+    (list[dict[str, str]], iter([PATIENT])),
     (Person, PATIENT),
     (list[Person], [PATIENT]),
     (dict[str, Person], {"a": PATIENT}),

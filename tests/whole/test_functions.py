@@ -16,7 +16,7 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NewType, Self
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, Self, TypeVar
 from uuid import UUID
 
 import httpx
@@ -36,12 +36,15 @@ from pydantic import (
     Field,
     RootModel,
     create_model,
+    field_validator,
     model_validator,
 )
 from support import SECRET_TEXT, accept, asking, listed, text_of
 from typing_extensions import TypedDict
 
 from apcore_mcp import async_serve, discover, run_openai_call
+
+T = TypeVar("T")
 
 DAY = date(2026, 2, 3)
 ISO = "2026-02-03"
@@ -468,6 +471,28 @@ class Checked(BaseModel):
     @model_validator(mode="after")
     def _checked(self) -> Self:
         return self
+
+
+class Plant(BaseModel):
+    height: float
+
+    @field_validator("height")
+    @classmethod
+    def grow(cls, height: float) -> float:
+        return height + 1
+
+
+class Bed(BaseModel, Generic[T]):
+    plants: list[T]
+
+
+def planted() -> Bed[Annotated[Plant, Field(title="A plant")]]:
+    return Bed(plants=[Plant(height=1)])  # type: ignore[arg-type]
+
+
+async def test_a_generic_in_a_text_hint_is_sent_as_it_is() -> None:
+    """Of which pydantic makes another class whenever it is evaluated."""
+    assert await answer(registry_of_functions(planted), "planted") == {"plants": [{"height": 2.0}]}
 
 
 SENT = {"name": "a", "day": None, "color": "red"}
