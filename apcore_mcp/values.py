@@ -207,7 +207,10 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
 
     A Decimal is a number where `schemas` ask for one. Where pydantic has dumped `value`, `form` is its JSON: what a
     model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
-    if isinstance(value, BaseModel) or is_pydantic_dataclass(type(value)):
+    if isinstance(value, BaseModel):
+        check_values(value, place.removeprefix("the root"))
+        value, form = dumped(value.model_dump, value.model_dump_json)
+    elif is_pydantic_dataclass(type(value)):
         check_values(value, place.removeprefix("the root"))
         adapter = TypeAdapter[Any](type(value))
         value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
