@@ -197,8 +197,7 @@ def _is_written(value: Any, form: Any) -> bool:
     if isinstance(value, Mapping) and isinstance(form, dict):
         names = {*map(_name_in_json, value)}
         # To pydantic, a key that is a RootModel is the text "root='a'".
-        is_renamed = form.keys() not in (names, {f"root={name!r}" for name in names})
-        return is_renamed and not _holds_unknown(form)
+        return form.keys() not in (names, {f"root={name!r}" for name in names})
     return not (is_array(value) and isinstance(form, list) and len(form) == len(value))
 
 
@@ -224,6 +223,8 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             return pandas.isoformat()
     is_base64 = any(each.get("format") == BASE64 for each in schemas)
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
+        if isinstance(form, dict | list) and _holds_unknown(form):
+            raise TypeError(f"nothing says what the serializer gives at {place}")
         return form
     if isinstance(value, Decimal) and value.is_finite():
         if "string" in types or not types & {"number", "integer"}:

@@ -811,6 +811,12 @@ def test_an_instance_is_sent_as_it_is(hint: Any, value: Any, written: Any) -> No
         assert by_hint(hint, value) == written
 
 
+def test_a_serializer_that_gives_an_object_is_an_error() -> None:
+    for value in ([1], {"a": 1}):
+        hint = Annotated[Any, PlainSerializer(lambda _: [object(), 1], when_used="json")]
+        assert "nothing says what" in refused(hint, value).message
+
+
 def test_what_an_iterator_gives_is_sent_as_it_is() -> None:
     assert by_hint(list[Oven], iter([OVEN])) == {"result": [HOT]}
 
