@@ -190,11 +190,15 @@ def _is_written(value: Any, form: Any) -> bool:
     """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
     not of what it does not know. The parts of a container are looked at one by one, unless its author writes it in
     another form."""
+    if value is None or type(value) in _PLAIN:
+        return True
     if isinstance(value, _BYTES) or form == _UNKNOWN:
         return False
     if isinstance(value, Set):  # which is in no order
         return not (holds_bytes(value) or _holds_unknown(form))
     if isinstance(value, Mapping) and isinstance(form, dict):
+        if len(form) == len(value) and all(key in form for key in value):
+            return False
         names = {*map(_name_in_json, value)}
         # To pydantic, a key that is a RootModel is the text "root='a'".
         return form.keys() not in (names, {f"root={name!r}" for name in names})
@@ -209,7 +213,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, BaseModel):
         check_values(value, place.removeprefix("the root"))
         value, form = dumped(value.model_dump, value.model_dump_json)
-    elif is_pydantic_dataclass(type(value)):
+    elif type(value) not in _PLAIN and is_pydantic_dataclass(type(value)):
         check_values(value, place.removeprefix("the root"))
         adapter = TypeAdapter[Any](type(value))
         value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
@@ -223,7 +227,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             return pandas.isoformat()
     is_base64 = any(each.get("format") == BASE64 for each in schemas)
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
-        if isinstance(form, dict | list) and _holds_unknown(form):
+        if isinstance(form, (dict, list)) and _holds_unknown(form):
             raise TypeError(f"nothing says what the serializer gives at {place}")
         return form
     if isinstance(value, Decimal) and value.is_finite():
@@ -367,8 +371,8 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     if isinstance(value, BaseModel) or _is_dataclass(value):
         written = how_written(type(value))
         for name, part in parts.items():
-            is_marked = part or any(map(marks_sensitive, part_schemas([*in_place(own)], name)))
-            if is_marked and (written.is_rewritten or name in written.rewritten):
+            is_rewritten = written.is_rewritten or name in written.rewritten
+            if is_rewritten and (part or any(map(marks_sensitive, part_schemas(in_place(own), name)))):
                 parts[name] = {"x-sensitive": True}
         if written.is_rewritten and (own or any(parts.values())):
             others = {"x-sensitive": True}  # of a list, which its author may make of it
