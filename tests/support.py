@@ -601,6 +601,12 @@ LOGIN = [Middleware(AuthenticationMiddleware, backend=_ByHeader())]
 """For a server whose caller is whom the header `X-User` (or a whole `Authorization`) names."""
 
 
+def everybody_is(name: str) -> list[Middleware]:
+    """For a server whose every caller has this name."""
+    user = {"user": SimpleUser(name)}
+    return [Middleware(lambda app: lambda scope, receive, send: app({**scope, **user}, receive, send))]
+
+
 def waiting() -> tuple[Any, asyncio.Event, asyncio.Event]:
     """A module that waits, an event that is set once it has begun, and the one that lets it go on."""
     begun, go_on = asyncio.Event(), asyncio.Event()

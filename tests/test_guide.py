@@ -16,16 +16,14 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import re
+import runpy
 import shlex
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from logging.config import DictConfigurator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,23 +38,21 @@ from conftest import (
     HANDSHAKE,
     MODERN,
     ROOT,
+    RawClient,
     client_of,
     connect,
     echo,
     free_port,
     registry_of,
     serving,
-    until,
 )
-from mcp import MCPError, StdioServerParameters
+from mcp import MCPError
 from mcp.client import Client
-from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import ElicitResult
-from starlette.authentication import SimpleUser
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
-from support import answer, modern
+from support import Caplog, Monkeypatch, answer, everybody_is, modern
 
 import apcore_mcp
 from apcore_mcp import discover
@@ -145,7 +141,7 @@ def write_project(page: str, folder: Path) -> None:
 
 
 @pytest.fixture
-def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Monkeypatch) -> Iterator[Path]:
     """The directory in which a page's reader works: its files are there, and packages in it can be imported."""
     page = request.param if hasattr(request, "param") else request.node.callspec.params["page"]
     write_project(page, tmp_path)
@@ -171,7 +167,6 @@ def of_page(page: str) -> Any:
 # ---- What the pages show of tools ----
 
 CALL = re.compile(r"^> (\S+) (\{[^\n]*\})\n(.*?)(?=^> |\Z)", re.DOTALL | re.MULTILINE)
-SERVE = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", "extensions"]
 WITH_CALLS = sorted({page for page in PAGES if blocks(page, "text")})
 UNSHOWN = {"README.md": ("shop.chart", "{}", "{}\n[image/png]")}
 """What a page has a tool for, and only a picture of."""
@@ -182,19 +177,27 @@ def filled_in(form: dict[str, Any]) -> dict[str, Any]:
     return {name: field.get("enum", [True])[0] for name, field in form.get("properties", {}).items()}
 
 
-@contextlib.asynccontextmanager
-async def talking(command: list[str], told: list[str]) -> AsyncIterator[Client]:
-    """A client of a server over stdio, in the working directory, which notes what its user is told and asked. The
-    server's log is in the file `log`."""
+@contextlib.contextmanager
+def serving_as_told(*flags: str) -> Iterator[str]:
+    """What the command line serves of the working directory with these flags, but over HTTP; its base URL."""
+    begun: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("apcore_mcp.__main__.run", begun.append)
+        port = str(free_port())
+        main(["--extensions-dir", "extensions", "--transport", "streamable-http", "--port", port, *flags])
+    options = {**vars(begun[0])}
+    with serving(options.pop("registry_or_executor"), **options) as url:
+        yield url
+
+
+def talking(url: str, told: list[str]) -> Client:
+    """A client which notes what its user is told and asked."""
 
     async def ask(_: Any, params: Any) -> ElicitResult:
         told.append("asked: " + params.message.replace("\n", "\n" + " " * 7))
         return ElicitResult(action="accept", content=filled_in(params.requested_schema))
 
-    server = StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ), cwd=Path.cwd())
-    with Path("log").open("w") as log:  # noqa: ASYNC230 - nothing else is to run meanwhile
-        async with Client(stdio_client(server, errlog=log), elicitation_callback=ask) as client:
-            yield client
+    return client_of(url, elicitation_callback=ask)
 
 
 async def transcript(client: Client, name: str, arguments: dict[str, Any], told: list[str]) -> list[str]:
@@ -231,19 +234,21 @@ def plain(lines: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("page", WITH_CALLS)
-async def test_the_calls_of_a_page_end_as_it_shows(project: Path, page: str) -> None:
+@pytest.mark.usefixtures("project")
+async def test_the_calls_of_a_page_end_as_it_shows(page: str, caplog: Caplog) -> None:
     """And each of its modules is served, but for those that it says are left out."""
     seen = []
     for flags in {block.flags for block in blocks(page, "text")}:
         calls = [call for block in blocks(page, "text") if block.flags == flags for call in CALL.findall(block.text)]
         calls += [UNSHOWN[page]] if page in UNSHOWN else []
         told: list[str] = []
-        async with talking([*SERVE, *flags.split()], told) as client:
-            for name, arguments, expected in calls:
-                lines = await transcript(client, name, json.loads(arguments), told)
-                seen.append((name, plain(lines), plain(expected.rstrip().split("\n"))))
-        warnings = re.findall("WARNING: (.+)", (project / "log").read_text())
-        assert [line for line in warnings if line not in PAGES[page]] == []
+        with serving_as_told(*flags.split()) as url:
+            async with talking(url, told) as client:
+                for name, arguments, expected in calls:
+                    lines = await transcript(client, name, json.loads(arguments), told)
+                    seen.append((name, plain(lines), plain(expected.rstrip().split("\n"))))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warnings if text not in PAGES[page]] == []
     assert [(name, lines) for name, lines, _ in seen] == [(name, expected) for name, _, expected in seen]
 
 
@@ -299,43 +304,31 @@ SERVED = sorted((page, name) for page, name in PROGRAMS - OWN_TEST if re.search(
 
 
 @contextlib.contextmanager
-def running(port: int, *command: str) -> Iterator[None]:
-    """A server in a process of its own, once it listens on this port; it ends well when it is told to."""
-    server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
-
-    def is_up_or_gone() -> bool:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        return server.poll() is not None
-
-    try:
-        until(is_up_or_gone)
-        yield
-    finally:
-        server.send_signal(signal.SIGTERM)
-        status = server.wait(timeout=30)
-    assert status == 0
+def serving_what(monkeypatch: Monkeypatch, path: Path, *arguments: str) -> Iterator[str]:
+    """What a program serves, but on a free port and over HTTP; its base URL."""
+    served: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(apcore_mcp, "serve", lambda source, **options: served.append((source, options)))
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    runpy.run_path(str(path), run_name="__main__")
+    ((source, options),) = served
+    with serving(source, **options | {"transport": "streamable-http", "port": free_port()}) as url:
+        yield url
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="ends servers by a signal")
+def sends_to_a_login(response: httpx.Response) -> bool:
+    challenge = response.headers.get("www-authenticate", "")
+    return response.status_code == 401 and 'resource_metadata="https://tools.example.com/' in challenge
+
+
 @pytest.mark.parametrize(("project", "name"), SERVED, indirect=["project"], ids=[f"{p}-{n}" for p, n in SERVED])
-async def test_a_program_of_a_page_serves(project: Path, name: str) -> None:
-    """Over stdio its tools are listed. Over HTTP it answers, or sends those to a login who have none."""
-    text = re.sub("  # .+", "", (project / name).read_text())
-    if "streamable-http" not in text:
-        async with talking([sys.executable, name], []) as client:
-            assert (await client.list_tools()).tools
-        return
-    port = free_port()
-    (project / name).write_text(text.replace('"streamable-http"', f'"streamable-http", port={port}'))
-    with running(port, name):
-        async with httpx.AsyncClient() as http:
-            listed = await http.post(f"http://127.0.0.1:{port}/mcp", **modern("tools/list"))
-        if "login(" in text:
-            assert listed.status_code == 401
-            assert 'resource_metadata="https://tools.example.com/' in listed.headers["www-authenticate"]
-        else:
-            assert [tool["name"] for tool in answer(listed)["result"]["tools"]] == ["door.ring"]
+def test_a_program_of_a_page_serves(project: Path, name: str, monkeypatch: Monkeypatch) -> None:
+    """It lists its tools, or sends those to a login who have none."""
+    with serving_what(monkeypatch, project / name) as url:
+        listed = httpx.post(f"{url}/mcp", **modern("tools/list"))
+    if "login(" in (project / name).read_text():
+        assert sends_to_a_login(listed)
+    else:
+        assert answer(listed)["result"]["tools"]
 
 
 async def complete(*, model: str, reasoning_effort: str, messages: list[Any], tools: list[Any]) -> Any:
@@ -372,7 +365,7 @@ def executed(page: str, name: str) -> Any:
 
 @of_page("openai.md")
 @pytest.mark.parametrize(("name", "question"), [("chat.py", [{"role": "user"}]), ("responses.py", "Shout hi")])
-async def test_a_conversation_with_openai_runs(name: str, question: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_with_openai_runs(name: str, question: Any, monkeypatch: Monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=AsyncOpenAI))  # type: ignore[arg-type]
     assert json.loads(await executed("openai.md", name).answer(question)) == {"result": "HI"}
 
@@ -425,7 +418,7 @@ def test_the_tools_are_mounted_behind_a_login() -> None:
 
 
 @of_page("callers-and-logins.md")
-async def test_a_tool_calls_an_api_as_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tool_calls_an_api_as_its_caller(monkeypatch: Monkeypatch) -> None:
     """With the token for which the issuer has exchanged the caller's."""
 
     def post(url: str, *, data: dict[str, str], auth: Any) -> httpx.Response:
@@ -475,13 +468,13 @@ async def test_a_notebook_calls_a_tool_and_serves_it() -> None:
 
 
 @of_page("data.md")
-async def test_an_output_formatter_writes_yaml() -> None:
-    told: list[str] = []
-    async with talking([sys.executable, "as_yaml.py"], told) as client:
-        lines = await transcript(client, "kinds.box", {}, told)
-        (tool, *_) = (await client.list_tools()).tools
-    assert yaml.safe_load("\n".join(lines)) == {"size": "s", "items": [{"name": "tea", "price": "4.50 EUR"}]}
-    assert tool.output_schema is None
+def test_an_output_formatter_writes_yaml(project: Path) -> None:
+    with RawClient([sys.executable, "as_yaml.py"], cwd=project) as client:
+        client.initialize()
+        (part,) = client.request("tools/call", {"name": "kinds.box"})["result"]["content"]
+        (tool, *_) = client.request("tools/list")["result"]["tools"]
+    assert yaml.safe_load(part["text"]) == {"size": "s", "items": [{"name": "tea", "price": "4.50 EUR"}]}
+    assert "outputSchema" not in tool
 
 
 @of_page("secrets-and-approval.md")
@@ -500,13 +493,8 @@ def test_each_program_of_a_page_has_its_test() -> None:
 # ---- Recipes ----
 
 
-def as_zoe(app: Any) -> Any:
-    """ASGI middleware by which every caller is Zoë."""
-    return lambda scope, receive, send: app({**scope, "user": SimpleUser('Zoë "7"')}, receive, send)
-
-
 async def test_the_recipe_for_logs_makes_each_record_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = blocks("operation.md", "json")
     config, logger = json.loads(block.text), logging.getLogger("apcore_mcp.access")
@@ -522,15 +510,14 @@ async def test_the_recipe_for_logs_makes_each_record_a_line(
     handler.setFormatter(formatters[config["handlers"]["calls"]["formatter"]])
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "level", logging.INFO)
-    async with connect({"t.echo": echo}, access_log=True, middleware=[Middleware(as_zoe)]) as client:
+    async with connect({"t.echo": echo}, access_log=True, middleware=everybody_is('Zoë "7"')) as client:
         for name, outcome in (("t.echo", "ok"), ("t.none", "MODULE_NOT_FOUND")):
             await client.call_tool(name, {})
             line = json.loads(capsys.readouterr().out)
             assert (line["caller"], line["outcome"]) == ('Zoë "7"', outcome)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="ends servers by a signal")
-def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
+def test_the_commands_of_the_recipes_run_as_they_are_written(monkeypatch: Monkeypatch) -> None:
     """Each server lets those who come by its name find their login, which takes its flags."""
     page = PAGES["operation.md"]
     (unit,) = re.findall(r"^ExecStart=\S+ ((?:.+\\\n)+.+)$", page, re.MULTILINE)
@@ -541,13 +528,10 @@ def test_the_commands_of_the_recipes_run_as_they_are_written() -> None:
     (told,) = [block.text for block in blocks("callers-and-logins.md", "sh")]
     unit, container, told = (command.replace("\\\n", "") for command in (unit, container, told))
     for words in (unit.split(), json.loads(container)[1:], told.split()[1:]):
-        port = free_port()
-        words[words.index("--port") + 1] = str(port)
+        words[words.index("--port") + 1] = "8000"
         words[words.index("--extensions-dir") + 1] = str(EXTENSIONS)
-        with running(port, str(ROOT / "examples" / Path(words[0]).name), *words[1:]):
-            refused = httpx.post(f"http://127.0.0.1:{port}/mcp", json={}, headers={"Host": "tools.example.com"})
-        assert refused.status_code == 401
-        assert 'resource_metadata="https://tools.example.com/' in refused.headers["www-authenticate"]
+        with serving_what(monkeypatch, ROOT / "examples" / Path(words[0]).name, *words[1:]) as url:
+            assert sends_to_a_login(httpx.post(f"{url}/mcp", json={}, headers={"Host": "tools.example.com"}))
 
 
 @pytest.mark.parametrize(("mode", "stateless"), [(HANDSHAKE, False), (HANDSHAKE, True), (MODERN, False)])
@@ -603,7 +587,7 @@ FOREIGN_FLAGS = set(
 
 
 @pytest.fixture
-def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def help_text(monkeypatch: Monkeypatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit):
         main(["--help"])
