@@ -234,10 +234,10 @@ def test_host_and_allowed_hosts_say_which_names_are_accepted(
             assert refused({"host": host}, is_page=True, **options) == pages, host
 
 
-def refused(headers: dict[str, Any], query: str = "", is_page: bool = False, **options: Any) -> int | None:
+def refused(headers: dict[str, Any], is_page: bool = False, **options: Any) -> int | None:
     """The status that a POST with these headers is refused with; a list is sent as so many headers."""
     sent = {"host": "127.0.0.1:8000", "content-type": "application/json", **headers}
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "query_string": query.encode(), "headers": []}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "query_string": b"", "headers": []}
     for name, values in sent.items():
         for value in [values] if isinstance(values, str) else values:
             scope["headers"].append((name.encode(), value.encode("latin-1")))
@@ -272,17 +272,6 @@ HEADERS: dict[str, tuple[dict[str, Any], int | None]] = {
 @pytest.mark.parametrize(("headers", "status"), HEADERS.values(), ids=HEADERS)
 def test_headers_decide_who_is_let_in(headers: dict[str, Any], status: int | None) -> None:
     assert refused(headers) == status
-
-
-SESSIONS = ["x%0ACRITICAL%20root:%20full", "x%E2%80%A8y", "x" * 5_000]
-
-
-@pytest.mark.parametrize("session", SESSIONS)
-def test_what_is_no_session_of_sse_is_refused(session: str) -> None:
-    """The SDK would log it as it is: with a line break in it, a caller writes a line of the log."""
-    for query in (f"session_id={session}", f"session_id={'0' * 32}&session_id={session}"):
-        assert refused({}, query) == 400
-    assert refused({}, f"session_id={'0' * 32}") is None
 
 
 async def test_who_is_refused_has_run_nothing_and_reads_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -330,10 +319,13 @@ async def test_the_explorer_is_a_page_wherever_it_is_mounted(mounted: str) -> No
 
 
 async def test_what_is_no_session_never_gets_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The SDK would log it as it is: with a line break in it, a caller writes a line of the log."""
     caplog.set_level(logging.INFO)
+    good, *bad = "0" * 32, "x%0ACRITICAL%20root:%20full", "x%E2%80%A8y", "x" * 5_000, "-" * 32, ""
     async with asgi_client(registry_of(), transport="sse") as client:
-        for session, status in ((SESSIONS[0], 400), ("-" * 32, 400), ("", 400), ("0" * 32, 404)):
-            assert (await client.post(f"/messages/?session_id={session}", json={})).status_code == status
+        for session, status in ((good, 404), *((each, 400) for each in bad)):
+            for query in (f"session_id={session}", f"session_id={good}&session_id={session}"):
+                assert (await client.post(f"/messages/?{query}", json={})).status_code == status
             assert (await client.get(f"/messages/?session_id={session}")).status_code in (400, 405)
     async with asgi_client(registry_of()) as client:
         for method in ("POST", "GET", "DELETE"):
@@ -698,33 +690,25 @@ SUCCESS = 'apcore_module_calls_total{module_id="t.echo",status="success"} '
 FAILURE = 'apcore_module_calls_total{module_id="t.fail",status="error"} '
 
 
-async def test_metrics_count_the_calls_of_each_module() -> None:
-    registry = registry_of({"t.echo": echo, "t.fail": lambda inputs, context: 1 / 0})
-    async with asgi_client(registry, metrics_collector=MetricsCollector()) as client:
-        assert "apcore_module" not in (await client.get("/metrics")).text
-        for name in ("t.echo", "t.echo", "t.fail"):
-            await client.post("/mcp", **call(name, {}))
-        response = await client.get("/metrics")
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    duration = 'apcore_module_duration_seconds_count{module_id="t.echo"} 2'
-    assert {SUCCESS + "2", FAILURE + "1", duration} <= set(response.text.splitlines())
-
-
-async def test_metrics_count_outcomes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_count_calls_outcomes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe that is told "not ready" is not refused."""
     monkeypatch.setattr("apcore_mcp.web.THREADS_MAX", 0)
     registry = registry_of({"t.echo": echo, "t.fail": lambda inputs, context: 1 / 0})
-    async with asgi_client(registry, metrics_collector=True, max_sessions=1) as client:
+    async with asgi_client(registry, metrics_collector=MetricsCollector(), max_sessions=1) as client:
+        assert "apcore_module" not in (await client.get("/metrics")).text
         for name in ("t.echo", "t.echo", "t.fail"):
             await client.post("/mcp", **call(name, {}))
         answers = [await client.post("/mcp", **HELLO), await client.post("/mcp", **HELLO), await client.get("/ready")]
         answers += [await client.get("/nowhere"), await client.get("/mcp", headers={"Host": "evil@example.com"})]
         assert [answer.status_code for answer in answers] == [200, 503, 503, 404, 421]
-        text = (await client.get("/metrics")).text
+        response = await client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    duration = 'apcore_module_duration_seconds_count{module_id="t.echo"} 2'
     counted = {"sessions": 1, "calls_running": 0, 'calls_total{outcome="ok"}': 2}
     counted['calls_total{outcome="MODULE_EXECUTE_ERROR"}'] = 1
     counted |= {f'requests_refused_total{{status="{status}"}}': 1 for status in (503, 404, 421)}
-    assert {f"apcore_mcp_{name} {number}" for name, number in counted.items()} <= {*text.splitlines()}
+    lines = {f"apcore_mcp_{name} {number}" for name, number in counted.items()}
+    assert lines | {SUCCESS + "2", FAILURE + "1", duration} <= {*response.text.splitlines()}
 
 
 def test_any_object_that_exports_can_be_the_collector() -> None:
