@@ -33,7 +33,6 @@ from apcore_mcp import discover
 pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here"), pytest.mark.once]
-needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 REBOUND = "rebound.example"
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
@@ -201,12 +200,7 @@ def refused(page: Page) -> Locator:
 def counted() -> tuple[list[Any], Callable[..., Any]]:
     """The runs of a module, and what it does: nothing."""
     runs: list[Any] = []
-
-    def touch(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        runs.append(inputs)
-        return {}
-
-    return runs, touch
+    return runs, lambda inputs, context: runs.append(inputs)
 
 
 def refresh(page: Page) -> None:
@@ -629,12 +623,13 @@ AWKWARD = """D'Arcy "$HOME" `id` \\ é"""
 
 def in_a_shell(command: str, **environment: str) -> Any:
     """What a shell's curl is answered."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
     said = subprocess.check_output(["sh", "-c", command], timeout=30, env={**os.environ, **environment})
     answer = json.loads(said)["result"]
     return answer.get("structuredContent", answer)
 
 
-@needs_curl
 def test_the_curl_that_is_copied_runs_in_a_shell(page: Page) -> None:
     with serving(registry_of(MODULES), explorer=True, allow_execute=True, transport="sse") as url:
         opened(page, url, "shop.order")
@@ -647,7 +642,6 @@ def test_the_curl_that_is_copied_runs_in_a_shell(page: Page) -> None:
         assert in_a_shell(page.evaluate("navigator.clipboard.readText()"))["given"]["customer"] == AWKWARD
 
 
-@needs_curl
 def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> None:
     kinds = {**dict.fromkeys(("city", "note", "empty", "odd"), "string"), "count": "integer", "on": "boolean"}
     carried = {name: {"type": kind, "x-mcp-header": name.title()} for name, kind in kinds.items()}
@@ -664,7 +658,6 @@ def test_the_curl_carries_the_headers_that_the_schema_asks_for(show: Show) -> No
 TOKEN = "s3cret-tok3n"
 
 
-@needs_curl
 def test_a_token_goes_with_every_request_and_is_kept_nowhere(page: Page) -> None:
     def know(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"known": context.identity is not None}
@@ -829,20 +822,17 @@ def test_a_page_of_another_origin_can_run_and_read_nothing(show: Show, url: str,
     page = show(NOTHING, touch, description="SECRET")
     page.goto(urljoin(many, "/health"))  # a page without a policy of its own, on another port
     assert attack(page, url).replace("null", "") == ""
-    rebound = f"http://{REBOUND}:{urlsplit(url).port}"
-    answer = page.goto(f"{rebound}/explorer/")
-    assert answer is not None
-    assert answer.status in (403, 421)
-    attack(page, rebound)
     opened(page, url, "t.one")  # and its own call comes after all of that: nothing is still on its way
     expect(run(page)).to_contain_text("{0}")
     assert runs == [{}]
 
 
-@pytest.mark.parametrize(
-    "options", [{"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}], ids=str
-)
-def test_a_rebound_name_can_run_nothing_where_programs_may_use_any_name(page: Page, options: dict[str, Any]) -> None:
+OPEN: list[dict[str, Any]] = [{}, {"host": "0.0.0.0"}, {"allowed_hosts": ["*"]}, {"allowed_hosts": ["*:*"]}]
+
+
+@pytest.mark.parametrize("options", OPEN, ids=str)
+def test_a_rebound_name_can_run_nothing(page: Page, options: dict[str, Any]) -> None:
+    """Also where programs may use any name."""
     runs, touch = counted()
     registry = registry_of({"t.one": FunctionalModule(touch, input_schema=NOTHING, description="SECRET")})
     with serving(registry, explorer=True, allow_execute=True, **options) as url:
@@ -1013,12 +1003,12 @@ def evil(page: Page, request: pytest.FixtureRequest) -> Iterator[str]:
 def older(app: Any) -> Any:
     """ASGI middleware that keeps from a browser what older ones, and those of others, do not know."""
 
-    async def without(scope: Any, receive: Any, send: Any) -> None:
-        async def send_rest(message: Any) -> None:
+    def without(scope: Any, receive: Any, send: Any) -> Any:
+        def send_rest(message: Any) -> Any:
             headers = [each for each in message.get("headers", ()) if each[0] != b"connection-allowlist"]
-            await send({**message, "headers": headers})
+            return send({**message, "headers": headers})
 
-        await app(scope, receive, send_rest)
+        return app(scope, receive, send_rest)
 
     return without
 
