@@ -23,7 +23,7 @@ import pytest
 from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
 from apcore.errors import ModuleError
 from apcore.module import ModuleExample
-from conftest import EXTENSIONS, FunctionalModule, echo, registry_of, serving, until
+from conftest import EXTENSIONS, ROOT, FunctionalModule, echo, registry_of, serving, until
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.middleware import Middleware
 from support import INTEGER, LOGIN, STRING, gives
@@ -38,6 +38,7 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
     --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
 expect.set_options(timeout=20_000)
 PAGES = Path(__file__).parent / "pages"
+GUIDE = ROOT / "examples" / "guide"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 
 
@@ -1112,6 +1113,13 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
         assert TOKEN not in json.dumps(messages(page, RESULT))
         (framed,) = [request for request in asked if request.url.endswith("/page")]
         assert "authorization" not in framed.headers
+
+
+def test_the_page_of_the_guide_shows_its_result(show: Show) -> None:
+    (html,) = re.findall(r"^```html .+?\n(.+?)^```", (GUIDE / "pages.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    page = show(NOTHING, lambda inputs, context: {"score": 7}, metadata=overlay(html))
+    sent(page)
+    expect(own_page(page).locator("body")).to_have_text("7")
 
 
 def test_the_page_of_the_example_draws_its_structured_content(page: Page) -> None:

@@ -18,18 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import HANDSHAKE, MODERN, MODULE, PROGRAM, ROOT, RawClient, command, program, registry_of
-from support import (
-    ENDLESS,
-    Monkeypatch,
-    call,
-    ended_well,
-    initialize_params,
-    line,
-    message,
-    messages,
-    request,
-    wait_for_stderr,
-)
+from support import ENDLESS, call, ended_well, initialize_params, line, message, messages, request, wait_for_stderr
 
 from apcore_mcp import serve
 
@@ -238,7 +227,7 @@ def test_without_stderr_modules_may_print_and_nobody_hears_it(bench: list[str]) 
     assert structured(answers) == {1: {"stdin": "", "child_stdin": ""}}
 
 
-def test_without_standard_streams_nothing_is_served(monkeypatch: Monkeypatch) -> None:
+def test_without_standard_streams_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """FR-CLI-008: exit status 2 and one line; FR-SERVER-001: RuntimeError."""
     closing = ["sh", "-c", 'exec "$@" <&-', "sh", *command()]
     completed = subprocess.run(closing, capture_output=True, cwd=ROOT, timeout=30)
