@@ -63,6 +63,7 @@ from apcore_mcp.core import Catalog, Tool
 from apcore_mcp.options import options_of
 
 Caplog = pytest.LogCaptureFixture
+Capture = pytest.CaptureFixture[str]
 Monkeypatch = pytest.MonkeyPatch
 ERAS = (HANDSHAKE, MODERN)
 entered = threading.Semaphore(0)

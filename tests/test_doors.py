@@ -45,8 +45,11 @@ from starlette.middleware import Middleware as ASGIMiddleware
 from support import (
     ERAS,
     LOGGER,
+    Caplog,
+    Capture,
     CountingRegistry,
     Gate,
+    Monkeypatch,
     answer,
     asgi_client,
     ended_well,
@@ -343,7 +346,7 @@ async def test_stuck_modules_withhold_nobodys_error(mounted: bool, count: int) -
 
 
 @pytest.mark.requirement("FR-SERVER-006", "FR-LOG-001", "FR-TRANSPORT-004")
-def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_is_logged(caplog: Caplog) -> None:
     caplog.set_level(logging.INFO, logger="apcore_mcp")
     started = "apcore-mcp server started: "
     with serving(registry_of({"t.a": echo, "t.b": echo}), transport="Streamable-HTTP", explorer=True) as url:
@@ -357,9 +360,7 @@ def test_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         assert deprecated == "SSE transport is deprecated; use streamable-http instead"
 
 
-def test_a_program_without_a_log_is_told_where_it_listens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_without_a_log_is_told_where_it_listens(monkeypatch: Monkeypatch, capsys: Capture) -> None:
     monkeypatch.setattr(LOGGER, "hasHandlers", lambda: False)
     with serving(registry_of({"t.a": echo})) as url:
         told = capsys.readouterr()
@@ -397,7 +398,7 @@ WARNINGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 @pytest.mark.requirement("FR-SERVER-006")
 @pytest.mark.parametrize(("source", "options", "expected"), WARNINGS.values(), ids=WARNINGS)
 def test_what_is_unusual_at_the_start_is_a_warning(
-    source: Any, options: dict[str, Any], expected: list[str], caplog: pytest.LogCaptureFixture
+    source: Any, options: dict[str, Any], expected: list[str], caplog: Caplog
 ) -> None:
     with serving(source, **options):
         told = messages_logged(caplog)
@@ -406,7 +407,7 @@ def test_what_is_unusual_at_the_start_is_a_warning(
 
 
 @pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")
-async def test_calls_are_logged_at_debug_by_our_logger(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_are_logged_at_debug_by_our_logger(caplog: Caplog) -> None:
     """FR-LOG-002, -004, -005."""
     caplog.set_level(logging.DEBUG)
     async with connect({"t.echo": echo, "t.fail": lambda inputs, context: _fail()}) as client:

@@ -18,13 +18,11 @@ import pytest
 from apcore import Registry
 from conftest import EXTENSIONS, MODULE, ROOT, RawClient, serving
 from jsonschema import Draft202012Validator
-from support import Caplog, Monkeypatch, answer, messages_logged, modern, run
+from support import Caplog, Capture, Monkeypatch, answer, messages_logged, modern, run
 
 import apcore_mcp
 from apcore_mcp import discover, to_openai_tools
 from apcore_mcp.__main__ import main
-
-Capture = pytest.CaptureFixture[str]
 
 
 def test_an_export_is_alone_on_stdout_and_utf8(extensions: Path) -> None:

@@ -51,7 +51,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import ElicitResult
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
-from support import Caplog, Monkeypatch, answer, everybody_is, modern
+from support import Caplog, Capture, Monkeypatch, answer, everybody_is, modern
 
 import apcore_mcp
 from apcore_mcp import discover
@@ -267,7 +267,7 @@ def commands_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)])
-def test_the_commands_of_a_page_run(project: Path, page: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_a_page_run(project: Path, page: str, capfd: Capture) -> None:
     """Not to their end: they check what they would serve. Its flags are known, and their values allowed."""
     (project / "examples").mkdir()
     (project / "examples" / "extensions").symlink_to(EXTENSIONS, target_is_directory=True)
@@ -372,7 +372,7 @@ async def test_the_tools_are_told_to_other_models_and_a_result_in_parts() -> Non
 
 
 @of_page("openai.md")
-def test_a_call_of_openais_is_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_of_openais_is_run_by_hand(capsys: Capture) -> None:
     executed("openai.md", "by_hand.py")
     assert capsys.readouterr().out == "{'result': 'GOOD MORNING'}\n"
 
@@ -420,7 +420,7 @@ async def test_a_tool_calls_an_api_as_its_caller(monkeypatch: Monkeypatch) -> No
 
 
 @of_page("operation.md")
-def test_a_server_runs_beside_a_program(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_runs_beside_a_program(project: Path, capsys: Capture) -> None:
     port = f'"streamable-http", port={free_port()}'
     exec(program("operation.md", "beside.py").replace('"streamable-http"', port), {})
     assert "the program goes on" in capsys.readouterr().out
@@ -473,9 +473,7 @@ def test_each_program_of_a_page_has_its_test() -> None:
 # ---- Recipes ----
 
 
-async def test_the_recipe_for_logs_makes_each_record_a_line(
-    monkeypatch: Monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_recipe_for_logs_makes_each_record_a_line(monkeypatch: Monkeypatch, capsys: Capture) -> None:
     (block,) = blocks("operation.md", "json")
     config, logger = json.loads(block.text), logging.getLogger("apcore_mcp.access")
     # Without `dictConfig`, which would change every other test's log.
@@ -567,7 +565,7 @@ FOREIGN_FLAGS = set(
 
 
 @pytest.fixture
-def help_text(monkeypatch: Monkeypatch, capsys: pytest.CaptureFixture[str]) -> str:
+def help_text(monkeypatch: Monkeypatch, capsys: Capture) -> str:
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit):
         main(["--help"])

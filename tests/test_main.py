@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 from conftest import MODULE, RawClient, command
-from support import META, Monkeypatch, ended_well, enveloped, exported_names, wait_for_stderr
+from support import META, Caplog, Capture, Monkeypatch, ended_well, enveloped, exported_names, wait_for_stderr
 
 import apcore_mcp
 from apcore_mcp import discover, serve, to_openai_tools
 from apcore_mcp.__main__ import main
 
 SECRET = "a key that is long enough, S3CR3T"
-Capture = pytest.CaptureFixture[str]
 # ---- Exit statuses ----
 
 
@@ -90,7 +89,7 @@ def test_the_directory_is_required(capsys: Capture) -> None:
 @pytest.mark.requirement("FR-CLI-008")
 @pytest.mark.parametrize(("transport", "host"), [("sse", "127.0.0.1"), ("streamable-http", "203.0.113.7")])
 def test_status_2_for_an_address_that_cannot_be_had(
-    transport: str, host: str, extensions: Path, capfd: Capture, caplog: pytest.LogCaptureFixture
+    transport: str, host: str, extensions: Path, capfd: Capture, caplog: Caplog
 ) -> None:
     """A port in use, and an address of another machine."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import EXTENSIONS, ROOT, RawClient
-from support import Monkeypatch
+from support import Capture, Monkeypatch
 
 import apcore_mcp
 
@@ -165,7 +165,7 @@ def test_a_vendored_copy_works_without_its_optional_files(without: Path) -> None
 
 @pytest.mark.parametrize("file", WITHOUT)
 def test_what_an_optional_file_is_for_says_in_a_line_that_it_is_missing(
-    file: str, without: Path, monkeypatch: Monkeypatch, capfd: pytest.CaptureFixture[str]
+    file: str, without: Path, monkeypatch: Monkeypatch, capfd: Capture
 ) -> None:
     monkeypatch.syspath_prepend(without)
     command_line = importlib.import_module("anyproject._vendor.apcore_mcp.__main__")
