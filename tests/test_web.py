@@ -255,7 +255,8 @@ HEADERS: dict[str, tuple[dict[str, Any], int | None]] = {
     "cursor-moved": ({"mcp-session-id": "x\x1b[2Jy"}, 400),
     "another-line": ({"mcp-session-id": "x\x85CRITICAL root: full"}, 400),
     "deleted": ({"mcp-session-id": "x\x7f"}, 400),
-    "session": ({"mcp-session-id": "0" * 32}, None),
+    "session": ({"mcp-session-id": "0" * 200}, None),
+    "too-long-a-session": ({"mcp-session-id": "0" * 201}, 400),
 }
 
 
