@@ -1,6 +1,4 @@
-"""What several test files share beside the fixtures: the wire of both eras by hand, users who answer, modules,
-schemas.
-"""
+"""What several test files share beside the fixtures: the wire of both eras by hand, users who answer, modules."""
 
 from __future__ import annotations
 
@@ -365,10 +363,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPA
 async def followed(
     source: Registry | None, mode: str, *, transport: str = "streamable-http", url: str = "", **options: Any
 ) -> AsyncIterator[tuple[Client, asyncio.Queue[object]]]:
-    """A client that has asked for nothing yet, and the changes of the tool list that it is told about.
-
-    Serves `source` (on stdio, the stage), or connects to the server at `url`.
-    """
+    """A client of `source` (on stdio, of the stage; or of `url`), and the changes of the list that it is told of."""
     changes: asyncio.Queue[object] = asyncio.Queue()
     listening = asyncio.Event()
 

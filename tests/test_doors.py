@@ -1,6 +1,4 @@
-"""`serve()`, `MCPServer` and `async_serve()`, from their start to their end (FR-SERVER-002 to -006, FR-LOG-*,
-NFR-REL-001).
-"""
+"""`serve()`, `MCPServer` and `async_serve()`, from their start to their end (FR-SERVER-002 to -006)."""
 
 from __future__ import annotations
 
@@ -280,8 +278,7 @@ async def test_sync_modules_have_context_variables_of_their_call() -> None:
 
 
 async def test_threads_of_blocking_calls_are_bounded() -> None:
-    """Calls that wait for a thread when their time is over have been answered so, and must not run after that, nor
-    keep what they were to be called with."""
+    """Calls whose time is over before they have a thread are not run any more, and keep no arguments."""
     gate = threading.Event()
     began: list[bool] = []
     kept = weakref.WeakSet[Any]()

@@ -1,5 +1,4 @@
-"""The Tool Explorer's routes (FR-EXPLORER-001 to -006), and who may use them. What the page does is in
-test_explorer_page.py."""
+"""The Tool Explorer's routes, and who may use them. What the page does is in test_explorer_page.py."""
 
 from __future__ import annotations
 

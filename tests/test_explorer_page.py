@@ -424,8 +424,7 @@ CASH, CHEQUE = objects("amount", "Cash", amount=INTEGER), objects("number", "Che
 
 
 def form(schema: Any, *, begins: Any = None, given: Any = None, shows: Any = (), edits: Any = None, sends: Any) -> Any:
-    """The arguments that the form of a schema begins with; others that are given as JSON, and sent as they are; what is
-    shown of them; what is edited, and what is sent then."""
+    """What the form begins with; what it is given as JSON, and shows of it; what is edited, and what is sent then."""
     return schema, begins or {}, given or {}, shows, edits or {}, sends
 
 

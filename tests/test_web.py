@@ -1,8 +1,4 @@
-"""The HTTP transports: who is let in, what is refused before anything runs, how calls and servers end.
-
-Demanded by FR-SERVER-002 and -003, FR-TRANSPORT-003 and -004, NFR-PERF-004, NFR-REL-001;
-`/health` by FR-HEALTH-001 and -002, `/metrics` by F-021 and F-022.
-"""
+"""The HTTP transports: who is let in, what is refused before anything runs, how servers end, `/metrics` (F-021, F-022)."""
 
 from __future__ import annotations
 
@@ -473,10 +469,7 @@ class Program(RawClient):
 async def test_a_signal_ends_the_server_once_running_calls_are_answered(
     transport: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """And at once then, though clients keep their streams open: the time of grace is for what somebody waits for.
-
-    Connections are refused meanwhile, so that a load balancer goes elsewhere; on those that are open, requests are.
-    """
+    """And at once then, though clients keep their streams open. Meanwhile connections and requests are refused."""
     released, later = tmp_path / "released", tmp_path / "later"
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(Program(transport, grace=60))
@@ -545,9 +538,7 @@ def post_and_stop_reading(url: str, **request: Any) -> socket.socket:
 @pytest.mark.requirement("NFR-REL-001")
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
 async def test_what_has_no_end_holds_the_exit_for_the_grace_period(transport: str, tmp_path: Path) -> None:
-    """A coroutine that waits, a thread that sleeps, a coroutine that will not be cancelled; answers that are not read
-    and requests that are not finished.
-    """
+    """Coroutines, also one that will not be cancelled, a thread, an answer that is not read, unfinished requests."""
     kinds, never = ["t.gate", "t.stuck", "t.deaf"], {"gate": str(tmp_path / "never")}
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(Program(transport, grace=1))
