@@ -393,10 +393,9 @@ WARNINGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.requirement("FR-SERVER-006")
-@pytest.mark.parametrize(("source", "options", "expected"), WARNINGS.values(), ids=WARNINGS)
-def test_what_is_unusual_at_the_start_is_a_warning(
-    source: Any, options: dict[str, Any], expected: list[str], caplog: Caplog
-) -> None:
+@pytest.mark.parametrize("name", WARNINGS)
+def test_what_is_unusual_at_the_start_is_a_warning(name: str, caplog: Caplog) -> None:
+    source, options, expected = WARNINGS[name]
     with serving(source, **options):
         told = messages_logged(caplog)
     assert len(told) == len(expected), told

@@ -38,7 +38,6 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
     --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
 expect.set_options(timeout=20_000)
 PAGES = Path(__file__).parent / "pages"
-GUIDE = ROOT / "examples" / "guide"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 
 
@@ -502,10 +501,9 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "begins", "given", "shows", "edits", "sends"), FORMS.values(), ids=FORMS)
-def test_arguments_are_shown_and_sent_as_they_are_until_edited(
-    show: Show, schema: Any, begins: Any, given: Any, shows: list[str], edits: dict[str, str], sends: Any
-) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_arguments_are_shown_and_sent_as_they_are_until_edited(show: Show, name: str) -> None:
+    schema, begins, given, shows, edits, sends = FORMS[name]
     page = show(schema)
     assert arguments(page) == begins
     write_json(page, given)
@@ -513,8 +511,8 @@ def test_arguments_are_shown_and_sent_as_they_are_until_edited(
         shown = page.get_by_role("form", name="Arguments").get_by_text(re.compile(re.escape(text)))
         expect(shown.locator("visible=true")).to_have_count(shows.count(text))
     assert sent(page) == given
-    for name, value in edits.items():
-        edit(page, name, value)
+    for field, value in edits.items():
+        edit(page, field, value)
     assert sent(page) == sends
 
 
@@ -1115,7 +1113,8 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
 
 
 def test_the_page_of_the_guide_shows_its_result(show: Show) -> None:
-    (html,) = re.findall(r"^```html .+?\n(.+?)^```", (GUIDE / "pages.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    text = (ROOT / "examples" / "guide" / "pages.md").read_text("utf-8")
+    (html,) = re.findall(r"^```html .+?\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
     page = show(NOTHING, lambda inputs, context: {"score": 7}, metadata=overlay(html))
     sent(page)
     expect(own_page(page).locator("body")).to_have_text("7")
