@@ -18,9 +18,8 @@ import sys
 from typing import Annotated, Any, Literal
 
 import pytest
-from apcore import ACL, ACLRule, Executor, ModuleAnnotations, Registry
+from apcore import Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler, AutoApproveHandler
-from apcore.context import Identity
 from conftest import ANYTHING, ROOT, FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
@@ -606,15 +605,6 @@ async def test_a_model_is_told_what_went_wrong_in_a_sentence(name: str, argument
     assert await run_openai_call(registry, name, arguments) == told
     parts = await run_openai_call(registry, name, arguments, content="parts")
     assert parts == [{"type": "input_text", "text": told}]
-
-
-async def test_a_call_of_a_model_is_made_for_its_caller() -> None:
-    rules = [ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"roles": ["staff"]})]
-    registry = registry_of({"m.run": echo})
-    guarded = Executor(registry, acl=ACL(rules, default_effect="deny"))
-    ann = Identity("ann", roles=("staff",))
-    assert await run_openai_call(guarded, "m-run", "{}") == "Access denied"
-    assert await run_openai_call(guarded, "m-run", {"a": 1}, identity=ann) == '{"a":1}'
 
 
 RUNS = '{"a":1}'

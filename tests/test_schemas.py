@@ -17,7 +17,7 @@ import pytest
 from apcore.decorator import FunctionModule
 from conftest import FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models, mutations
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
@@ -553,7 +553,7 @@ async def test_titles_that_pydantic_makes_of_names_are_left_out_and_an_authors_o
 
 
 @pytest.mark.requirement("FR-SCHEMA-006")
-@QUICK
+@settings(QUICK, max_examples=20)
 @given(st.data())
 def test_the_schema_of_a_real_model_accepts_the_same_values_as_before(data: st.DataObject) -> None:
     model, values, _ = data.draw(models(maps=True))

@@ -87,19 +87,10 @@ async def by_model(source: Any, query: str, **options: Any) -> list[str]:
 # ---- The two tools ----
 
 
-@pytest.mark.parametrize("transport", ["streamable-http", "sse", "stdio"])
-async def test_two_tools_stand_for_all(mode: str, transport: str) -> None:
-    if transport == "stdio":
-        source = program("@tool\ndef echo(inputs, context): return inputs\nserve(registry, search=True)")
-        async with client_of(stdio(source), mode) as client:
-            assert await listed(client) == BOTH
-            assert await find(client, "echo") == ["t.echo"]
-            assert text_of(await client.call_tool("call_tool", {"name": "t.echo", "arguments": {"a": 1}})) == '{"a":1}'
-        return
-    if transport == "sse" and mode == MODERN:
-        pytest.skip("SSE is of the handshake versions")
-    with serving(registry_of(OFFICE), transport=transport, search=True) as url:
-        async with client_of(f"{url}/sse" if transport == "sse" else url, mode) as client:
+@pytest.mark.parametrize(("era", "path"), [(HANDSHAKE, ""), (HANDSHAKE, "/sse"), (MODERN, "")])
+async def test_two_tools_stand_for_all(era: str, path: str) -> None:
+    with serving(registry_of(OFFICE), transport="sse" if path else "streamable-http", search=True) as url:
+        async with client_of(url + path, era) as client:
             search, call = (await client.list_tools()).tools
             assert [search.name, call.name] == BOTH
             assert (search.input_schema["required"], call.input_schema["required"]) == (["query"], ["name"])
@@ -113,30 +104,20 @@ async def test_two_tools_stand_for_all(mode: str, transport: str) -> None:
             assert called.structured_content == direct.structured_content == {"source": "a"}
 
 
-async def test_the_two_names_are_like_any_other_without_the_option(mode: str) -> None:
-    modules = {name: gives({"module": name}) for name in BOTH}
-    async with connect(modules, mode=mode) as client:
-        assert sorted(await listed(client)) == sorted(BOTH)
-        for name in BOTH:
-            assert json.loads(success_text(await client.call_tool(name, {"query": 1}))) == {"module": name}
-    async with connect({"a": echo}, mode=mode) as client:
-        for name in BOTH:
-            failure(await client.call_tool(name, {"query": "a", "name": "a"}), f"Module not found: {name}")
-            sent = {"query": "a", "name": "a"}
-            assert await run_openai_call(registry_of({"a": echo}), name, sent) == f"Module not found: {name}"
-
-
-async def test_call_tool_calls_modules_alone_whatever_their_names(mode: str) -> None:
-    modules = {name: gives({"module": name}) for name in BOTH}
-    async with connect(modules, mode=mode, search=True) as client:
+async def test_the_two_names_may_be_those_of_modules(mode: str) -> None:
+    """Without the option they are like any other, and `call_tool` calls modules alone."""
+    modules, sent = {name: gives({"module": name}) for name in BOTH}, {"query": "a", "name": "a"}
+    async with connect(modules, mode=mode) as plain, connect(modules, mode=mode, search=True) as client:
+        assert sorted(await listed(plain)) == sorted(await find(client, "tool")) == sorted(BOTH)
         assert await listed(client) == BOTH
-        assert sorted(await find(client, "tool")) == sorted(BOTH)
         for name in BOTH:
-            assert (await client.call_tool("call_tool", {"name": name})).structured_content == {"module": name}
-    async with connect({"a": echo}, mode=mode, search=True) as client:
+            for call in (plain.call_tool(name, {"query": 1}), client.call_tool("call_tool", {"name": name})):
+                assert (await call).structured_content == {"module": name}
+    async with connect({"a": echo}, mode=mode) as plain, connect({"a": echo}, mode=mode, search=True) as client:
         for name in BOTH:
-            arguments = {"name": name, "arguments": {"query": "a", "name": "a"}}
-            failure(await client.call_tool("call_tool", arguments), f"Module not found: {name}")
+            failure(await plain.call_tool(name, sent), f"Module not found: {name}")
+            failure(await client.call_tool("call_tool", {"name": name, "arguments": sent}), f"Module not found: {name}")
+            assert await run_openai_call(registry_of({"a": echo}), name, sent) == f"Module not found: {name}"
 
 
 FORM = 'The form is {"name": "...", "arguments": {...}}, with an object as arguments'
@@ -295,6 +276,23 @@ async def test_only_what_the_caller_is_offered_is_found(mode: str) -> None:
     assert await by_model(doors(), "door bell") == ["bell"]
     assert sorted(await by_model(doors(), "door bell", identity=ann)) == ["bell", "door-open"]
     assert await run_openai_call(doors(), "call_tool", {"name": "door-open"}, search=True) == "Access denied"
+
+
+async def test_on_stdio_the_caller_has_no_name() -> None:
+    text = """
+from apcore import ACL, ACLRule
+@tool
+def a(inputs, context): return inputs
+@tool
+def b(inputs, context): return {}
+staff = ACLRule(["@external"], ["t.b"], "allow", conditions={"roles": ["staff"]})
+acl = ACL([ACLRule(["@external"], ["t.a"], "allow"), staff], default_effect="deny")
+serve(Executor(registry, acl=acl), search=True)
+"""
+    async with asyncio.timeout(30), client_of(stdio(program(text))) as client:
+        assert await listed(client) == BOTH
+        assert await find(client, "a b test") == ["t.a"]
+        assert text_of(await client.call_tool("call_tool", {"name": "t.a", "arguments": {"n": 1}})) == '{"n":1}'
 
 
 async def test_what_is_hidden_or_filtered_is_neither_found_nor_called() -> None:

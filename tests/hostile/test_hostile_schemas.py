@@ -93,7 +93,7 @@ def objects(depth: int = 1) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.mark.requirement("FR-SCHEMA-002")
 @pytest.mark.timeout(240)
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=12)
 @given(st.data())
 def test_a_schema_full_of_references_means_the_same_when_they_are_written_out(data: st.DataObject) -> None:
     schema = data.draw(documents())
@@ -181,7 +181,7 @@ def strict(schema: Any) -> tuple[Registry, dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=20)
 @given(st.data())
 def test_openai_takes_a_models_strict_schema_and_what_comes_back_is_what_was_meant(data: st.DataObject) -> None:
     model, values, _ = data.draw(models())

@@ -133,22 +133,17 @@ def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by
     assert refused == 'token-of-nobody is refused: 401 Bearer error="invalid_token"'
 
 
-def ran(name: str) -> subprocess.CompletedProcess[str]:
-    """An example in a process of its own, at its end."""
-    return subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=50)
-
-
-def test_the_extension_of_the_examples_counts_calls_and_ends_them() -> None:
-    ended = ran("extension.py")
-    *_, refused, left = ended.stdout.splitlines()
-    assert "has been called 2 times" in refused, ended.stderr
+def test_the_extension_of_the_examples_counts_calls_and_ends_them(told_by: Callable[..., str]) -> None:
+    *_, refused, left = told_by("extension.py").splitlines()
+    assert "has been called 2 times" in refused
     assert left == "left: 0"
 
 
 def test_the_durable_work_of_the_examples_goes_on_in_the_next_server() -> None:
     """Its first server dies in the fifth of eight steps."""
     pytest.importorskip("dbos")
-    ended = ran("durable.py")
+    command = [sys.executable, str(ROOT / "examples" / "durable.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
     sent = re.findall(r"letter (\d) is sent by process (\d+)", ended.stderr)
     assert [letter for letter, _ in sent] == [*"12345678"], ended.stderr
     assert len({process for _, process in sent[:4]}) == len({process for _, process in sent[4:]}) == 1
