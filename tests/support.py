@@ -420,14 +420,14 @@ def noting() -> tuple[Any, list[tuple[float, float | None, str | None]]]:
     return note, told
 
 
-async def start_call(client: Client, module_id: str) -> asyncio.Task[CallToolResult]:
+async def start_call(client: Client, module_id: str, **arguments: Any) -> asyncio.Task[CallToolResult]:
     """A call of a module that reports progress once it runs."""
     running = asyncio.Event()
 
     async def note(progress: float, total: float | None, message: str | None) -> None:
         running.set()
 
-    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
+    call = asyncio.create_task(client.call_tool(module_id, arguments, progress_callback=note))
     await running.wait()
     return call
 

@@ -43,6 +43,7 @@ from support import (
     WITHOUT_LIMIT,
     Caplog,
     Gate,
+    Monkeypatch,
     StreamingModule,
     Wire,
     accept,
@@ -540,7 +541,7 @@ async def test_an_executor_is_as_it_was_after_its_servers() -> None:
     assert executor.validate("echo", {"n": 1}).valid
 
 
-async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_look_up_of_apcores_is_as_right(monkeypatch: Monkeypatch) -> None:
     """As if it had renamed what is not public: `_registry`."""
     execute = BuiltinModuleLookup.execute
 
@@ -557,7 +558,7 @@ async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", [BuiltinModuleLookup, BuiltinInputValidation, BuiltinOutputValidation])
-async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: Monkeypatch) -> None:
     execute = step.execute
 
     async def execute_on_the_class(self: Any, ctx: PipelineContext) -> StepResult:

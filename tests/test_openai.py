@@ -140,7 +140,7 @@ assert from_openai_call(registry, tool["function"]["name"], '{"w": null}') == ("
 
 
 @pytest.mark.requirement("FR-OPENAI-005")
-def test_definitions_are_made_without_openai_and_without_a_server_stack() -> None:
+def test_definitions_need_neither_openai_nor_a_server() -> None:
     done = subprocess.run([sys.executable, "-c", NO_SERVER], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
 
@@ -184,7 +184,7 @@ def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
 SHORT = hashlib.sha256(b"z" * 80).hexdigest()[:8]
 
 
-async def test_an_id_past_64_characters_gets_a_short_name_that_is_its_own() -> None:
+async def test_an_id_past_64_characters_gets_a_short_name() -> None:
     start = "very.long_" + "x" * 70
     ids = sorted([start + "a", start + "b", start + ".c", "y" * 65, "y" * 192])
     registry = registry_of(dict.fromkeys(ids, echo))
@@ -314,7 +314,7 @@ STRICT: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.requirement("FR-OPENAI-003")
 @pytest.mark.parametrize(("schema", "required", "left_out"), STRICT.values(), ids=STRICT)
-def test_strict_mode_requires_every_property_and_closes_every_object(schema: Any, required: Any, left_out: Any) -> None:
+def test_strict_mode_requires_and_closes_all(schema: Any, required: Any, left_out: Any) -> None:
     both = of(p=schema, q=schema) | {"required": ["p"]}
     parameters = strict_parameters(both)
     assert parameters["properties"]["p"] == (schema if required is ... else required)
@@ -567,7 +567,7 @@ async def test_a_model_is_told_the_result_as_an_mcp_client_is() -> None:
     assert told == part.text
 
 
-async def test_a_model_reads_text_files_and_is_told_of_others_in_a_line() -> None:
+async def test_a_model_reads_text_files_alone() -> None:
     """Or sees them, in the content parts of the Responses API, but for those that it would refuse."""
 
     kinds = {"chart": "image/png", "page": "application/pdf", "table": "text/csv"}

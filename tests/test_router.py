@@ -20,10 +20,7 @@ from mcp import MCPError
 from mcp_types import ElicitResult, ListRootsResult
 from support import (
     INTEGER,
-    MARK,
-    REDACTED,
     SCHEMA,
-    STRING,
     WITHOUT_LIMIT,
     Caplog,
     StreamingModule,
@@ -152,17 +149,6 @@ async def test_without_token_or_annotation_nothing_streams() -> None:
         results = [await client.call_tool("stream"), await client.call_tool("plain", progress_callback=note)]
     assert [result.structured_content for result in results] == [{"executed": True}] * 2
     assert told == []
-
-
-async def test_marked_fields_of_chunks_are_hidden() -> None:
-    note, told = noting()
-    schema = of(user=of(pin={**STRING, **MARK}), n=INTEGER)
-    async with connect({"s": StreamingModule([{"n": 1}, {"user": {"pin": "7"}}], output_schema=schema)}) as client:
-        result = await client.call_tool("s", progress_callback=note)
-    hidden = {"pin": REDACTED}
-    assert [json.loads(message or "") for _, _, message in told] == [{"n": 1}, {"user": hidden}]
-    # Where something is hidden, nothing is promised of results.
-    assert (json.loads(text_of(result)), result.structured_content) == ({"n": 1, "user": hidden}, None)
 
 
 def asking_module(ended: threading.Event | None = None, schema: Any = SCHEMA) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ from support import (
     SECRETIVE,
     STRING,
     UNASKED,
+    Caplog,
     StreamingModule,
     Wire,
     accept,
     answer,
     ask,
     asking,
+    cancel_call,
     errors_logged,
     everything_logged,
     failure,
@@ -45,6 +46,7 @@ from support import (
     modern,
     noting,
     stage,
+    start_call,
     success_text,
     text_of,
 )
@@ -131,7 +133,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_arguments_of_the_two_are_told_and_not_quoted(caplog: pytest.LogCaptureFixture, mode: str) -> None:
+async def test_wrong_arguments_of_the_two_are_told_and_not_quoted(caplog: Caplog, mode: str) -> None:
     """The arguments may be those of a tool that marks some of them."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     registry = registry_of({"bank.pay": FunctionalModule(echo, input_schema=SECRETIVE)})
@@ -340,9 +342,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("user", [None, accept(name="Ada", approve=True)], ids=["cannot-be-asked", "answers"])
-async def test_a_call_through_call_tool_is_the_call_itself(
-    mode: str, user: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_call_tool_makes_the_call_itself(mode: str, user: Any, caplog: Caplog) -> None:
     """Result, progress, questions and log; each once directly, and once through `call_tool`."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     ran: list[dict[str, Any]] = []
@@ -365,7 +365,7 @@ async def test_a_call_through_call_tool_is_the_call_itself(
             assert not any("call_tool" in line for line in seen[1][4])
 
 
-async def test_a_parked_call_is_resumed_by_the_arguments_that_the_client_sent() -> None:
+async def test_a_parked_call_is_resumed_by_what_the_client_sent() -> None:
     sent = {"name": "ask", "arguments": {"n": 1}}
     async with connect({"ask": ask}, client=asking(accept())[0], search=True) as client, asyncio.timeout(40):
         wire = Wire(client)
@@ -378,26 +378,10 @@ async def test_a_parked_call_is_resumed_by_the_arguments_that_the_client_sent() 
         assert result.structured_content == {"answer": {"name": "Ada"}}
 
 
-async def test_a_call_through_call_tool_stops_when_it_is_cancelled(mode: str) -> None:
-    begun, ended = asyncio.Event(), threading.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await report_progress(context, 1)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return {}
-
-    async def note(*_: object) -> None:
-        begun.set()
-
-    async with connect({"wait": wait}, mode=mode, search=True) as client, asyncio.timeout(40):
-        call = asyncio.create_task(client.call_tool("call_tool", {"name": "wait"}, progress_callback=note))
-        await begun.wait()
-        call.cancel()
-        assert await asyncio.to_thread(ended.wait, 20)
-        await asyncio.gather(call, return_exceptions=True)
+async def test_a_call_through_call_tool_can_be_cancelled(mode: str) -> None:
+    async with connect(stage(), mode=mode, search=True) as client, asyncio.timeout(40):
+        await cancel_call(await start_call(client, "call_tool", name="wait"))
+        assert (await client.call_tool("ended")).structured_content == {"told": "wait", "token_set": True}
 
 
 async def test_require_and_deny_hold_for_what_call_tool_calls() -> None:
@@ -409,7 +393,7 @@ async def test_require_and_deny_hold_for_what_call_tool_calls() -> None:
     assert ran == []
 
 
-def test_the_sdk_checks_headers_by_the_schema_of_the_two_and_not_of_a_module() -> None:
+def test_headers_are_checked_by_the_schema_of_the_two() -> None:
     """2026-07-28 lets a schema name headers that repeat an argument; a module of the same name has another schema."""
     mirrored = {**STRING, "x-mcp-header": "Region"}
     module = FunctionalModule(echo, input_schema={"type": "object", "properties": {"query": mirrored}})
@@ -439,7 +423,7 @@ def test_resources_explorer_and_exports_show_everything(extensions: Path, capfd:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_openai_is_given_the_two_as_functions(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_openai_is_given_the_two_as_functions(strict: bool, caplog: Caplog) -> None:
     search, call = to_openai_tools(registry_of(OFFICE), search=True, strict=strict)
     assert [search["function"]["name"], call["function"]["name"]] == BOTH
     assert search["function"].get("strict", False) is strict

@@ -30,6 +30,7 @@ from support import (
     SCHEMA,
     WITHOUT_LIMIT,
     Caplog,
+    Monkeypatch,
     accept,
     answer,
     ask,
@@ -686,7 +687,7 @@ async def test_where_there_is_no_task_result(modules: Any, options: Any, capabil
     assert messages_logged(caplog).count(warning) == ("task_result" in modules)
 
 
-async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: Monkeypatch) -> None:
     """From their beginning to their end, also where they end in time. One more waits, and apcore's limits hold."""
     monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
 

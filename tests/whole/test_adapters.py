@@ -14,7 +14,7 @@ import pytest
 from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
 from conftest import FunctionalModule, connect, echo, registry_of
-from support import accept, asking
+from support import Caplog, accept, asking
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve
@@ -39,17 +39,13 @@ def registry() -> Registry:
 
 
 @pytest.mark.parametrize("options", [FLASK, FLASK_ALL, DJANGO], ids=["flask", "flask-all", "django"])
-async def test_a_server_with_the_options_that_an_adapter_passes_lists_and_runs(
-    registry: Registry, options: dict[str, Any]
-) -> None:
+async def test_the_options_of_an_adapter_serve(registry: Registry, options: dict[str, Any]) -> None:
     async with connect(registry, **options) as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
         assert not (await client.call_tool("demo.echo", {"text": "hello"})).is_error
 
 
-def test_options_that_change_nothing_are_told_in_one_debug_line(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_without_effect_are_told_in_a_line(registry: Registry, caplog: Caplog) -> None:
     with caplog.at_level(logging.DEBUG, "apcore_mcp"):
         MCPServer(registry, **FLASK_ALL, **OFF)
     (told,) = caplog.messages
@@ -67,7 +63,7 @@ async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
             assert (await client.call_tool("demo.run", {})).is_error is not runs
 
 
-def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
+def test_what_would_change_something_is_refused(registry: Registry) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
         ({"authenticator": object()}, r".*authenticator.*middleware="),
@@ -80,7 +76,7 @@ def test_what_would_change_something_is_refused_by_the_door_itself(registry: Reg
                 door(registry, **options)
 
 
-def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:
+def test_who_asks_for_an_authenticator_is_stopped() -> None:
     """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one.
 
     flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported.

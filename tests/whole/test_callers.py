@@ -27,7 +27,7 @@ from mcp.server.auth.provider import AccessToken
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import ACCEPT, Wire, accept, asking, handshake, initialize_params, message
+from support import ACCEPT, Caplog, Wire, accept, asking, handshake, initialize_params, message
 
 from apcore_mcp import async_serve, elicit
 
@@ -141,7 +141,7 @@ async def test_an_unreadable_caller_is_told_nothing(mode: str) -> None:
                 await ask()
 
 
-async def test_each_log_line_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_log_line_names_its_caller(mode: str, caplog: Caplog) -> None:
     """Where there is one, whatever becomes of the call."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
 

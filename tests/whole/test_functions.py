@@ -29,7 +29,7 @@ from apcore.utils.redaction import REDACTED_VALUE
 from conftest import connect, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, RootModel, create_model, model_validator
-from support import MARK, SECRET_TEXT, accept, asking, calls, listed, returning, text_of
+from support import MARK, SECRET_TEXT, Caplog, accept, asking, calls, listed, returning, text_of
 from typing_extensions import TypedDict
 
 from apcore_mcp import async_serve, discover, run_openai_call
@@ -564,7 +564,7 @@ async def test_a_parameter_that_is_no_argument_keeps_its_default() -> None:
     assert await answer(registry, "memo", n=1, _seen=2) == "Internal error occurred"
 
 
-async def test_a_parameter_that_arguments_do_not_fit_costs_its_function(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_parameter_without_a_name_costs_its_function(caplog: Caplog) -> None:
     """Nothing would check one, and nothing could be given to the others."""
 
     def flags(**flags: bool) -> str:

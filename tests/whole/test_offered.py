@@ -18,7 +18,7 @@ from mcp import MCPError
 from mcp.client import Client
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import listed, text_of
+from support import Monkeypatch, listed, text_of
 from test_callers import Backend, signed
 
 from apcore_mcp import async_serve, run_openai_call, to_openai_tools
@@ -130,7 +130,7 @@ class Later:
         return bool(value)
 
 
-async def test_a_condition_that_raises_hides_its_module_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_condition_that_raises_hides_its_module_alone(monkeypatch: Monkeypatch) -> None:
     later = Later()
     monkeypatch.setitem(ACL._condition_handlers, "raises", Raises())
     monkeypatch.setitem(ACL._async_condition_handlers, "later", later)
