@@ -1,7 +1,4 @@
-"""What a client is told when a module fails: FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002.
-
-Also the report in `_meta`, the advice of a module's author, and what is wrong with each argument.
-"""
+"""What a client is told when a module fails (FR-ERROR-001 to -011, FR-EXEC-007, FR-LOG-002, -003, NFR-SEC-002)."""
 
 from __future__ import annotations
 
@@ -582,9 +579,6 @@ def test_a_missing_argument_is_named_as_it_is_spelt() -> None:
     for values, fields in (({"order": {"it's": 1}}, [f"order.{name}" for name in names[1:]]), ({}, ["order"])):
         missing = [{"field": field, "code": "required", "message": "Field required"} for field in fields]
         assert schema_faults(schema, values) == missing
-
-
-# ---- Functions ----
 
 
 def shout(text: str, loud: bool = False) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Modules as OpenAI tool definitions, and a model's call back as a module's inputs.
-
-Demanded by FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006 and FR-FILTER-003.
-"""
+"""Modules as OpenAI tools, and calls of a model (FR-OPENAI-001 to -007, FR-ANNOT-007, FR-EXEC-006, FR-FILTER-003)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""From `tools/call` to the Executor and back: parked calls by hand on the wire of 2026-07-28, streams, and what
-cannot be called (FR-EXEC-007, FR-STREAM-001, FR-ERROR-001).
-"""
+"""From `tools/call` to the Executor and back (FR-EXEC-007, FR-STREAM-001, FR-ERROR-001)."""
 
 from __future__ import annotations
 
@@ -42,8 +40,6 @@ from support import (
 from apcore_mcp import elicit, report_progress
 from apcore_mcp.client import NO_CLIENT
 from apcore_mcp.conversation import Conversation, WaitingRoom
-
-# ---- Only listed tools ----
 
 
 @pytest.mark.requirement("FR-ERROR-001")

@@ -1,7 +1,4 @@
-"""A module's schemas as its clients see them: self-contained, meaning the same, and no bad one hurts another.
-
-Demanded by FR-SCHEMA-001 to -006 and NFR-REL-002.
-"""
+"""A module's schemas as its clients see them: self-contained, and none hurts another (FR-SCHEMA-*, NFR-REL-002)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""`search=True`: two tools in the place of all, one that finds tools and one that calls them.
-
-What is found, and that a call through `call_tool` is the call itself: same result, questions, progress, errors and log,
-in both protocol eras and over every transport. How well the search finds is measured by
-`python -m tests.benchmarks.search`.
-"""
+"""`search=True`: two tools in the place of all, one that finds tools and one that calls them."""
 
 from __future__ import annotations
 
@@ -401,9 +396,6 @@ def test_headers_are_checked_by_the_schema_of_the_two() -> None:
         call = modern("tools/call", {"name": "search_tools", "arguments": {"query": "copy"}})
         response = httpx.post(f"{url}/mcp", trust_env=False, **call)
     assert answer(response)["result"]["structuredContent"]["result"][0]["name"] == "copy"
-
-
-# ---- Everywhere else everything is shown ----
 
 
 def test_resources_explorer_and_exports_show_everything(extensions: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,4 @@
-"""Long work: calls that go on as tasks of MCP's extension (SEP-2663), for clients of 2026-07-28 that declare it.
-
-By hand on the wire, as the SDK's client does not know the extension; `python -m tests.interop` has clients that do.
-"""
+"""Long work: calls that go on as tasks of MCP's extension (SEP-2663), by hand on the wire of 2026-07-28."""
 
 from __future__ import annotations
 

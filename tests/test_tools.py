@@ -1,6 +1,4 @@
-"""A module as clients see it: names in either spelling, annotations, what agents are told (FR-ANNOT-*, FR-
-SERVER-011).
-"""
+"""A module as clients see it: its names, annotations and descriptions (FR-ANNOT-*, FR-SERVER-011)."""
 
 from __future__ import annotations
 
@@ -86,46 +84,25 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
 """A module's metadata, and the paragraphs that agents are told."""
 
 
-def summary() -> None:
-    """Move an order to another day, which fails for
-    orders that have been sent.
+def documented(text: str | None) -> Any:
+    def move(day: int) -> None: ...
 
-    Not told."""
-
-
-def google(day: int) -> None:
-    """Move an order
-    to another day.
-    Args:
-        day: The new day.
-    """
+    move.__doc__ = text
+    return move
 
 
-def sphinx(day: int) -> None:
-    """Move an order
-    to another day.
-    :param day: The new day.
-    """
-
-
-def one_line() -> None:
-    """Move an order."""
-
-
-def nothing() -> None: ...
-
-
-DESCRIBED: list[tuple[Any, dict[str, Any], str]] = [
-    (summary, {}, "Move an order to another day, which fails for orders that have been sent."),
-    (google, {}, "Move an order to another day."),
-    (sphinx, {}, "Move an order to another day."),
-    (one_line, {}, "Move an order."),
-    (nothing, {}, "Module nothing"),
-    (summary, {"description": "Own."}, "Own."),
-    (summary, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
-    (one_line, {"display": {"mcp": {"guidance": "Ask first."}}}, "Move an order.\n\nGuidance: Ask first."),
+ONE_LINE, SUMMARY = "Move an order.", "Move an order\n    to another day.\n    "
+DESCRIBED: list[tuple[str | None, dict[str, Any], str]] = [
+    (f"{SUMMARY}\n    Not told.", {}, "Move an order to another day."),
+    (f"{SUMMARY}Args:\n        day: The new day.\n    ", {}, "Move an order to another day."),
+    (f"{SUMMARY}:param day: The new day.\n    ", {}, "Move an order to another day."),
+    (ONE_LINE, {}, ONE_LINE),
+    (None, {}, "Module move"),
+    (SUMMARY, {"description": "Own."}, "Own."),
+    (SUMMARY, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
+    (ONE_LINE, {"display": {"mcp": {"guidance": "Ask first."}}}, f"{ONE_LINE}\n\nGuidance: Ask first."),
 ]
-"""A function, what `@module` was given, and how the tool is described. apcore takes its docstring's first line."""
+"""A docstring, what `@module` was given, and how the tool is described. apcore takes the docstring's first line."""
 
 
 async def test_what_agents_are_told_of_a_module() -> None:
@@ -133,7 +110,7 @@ async def test_what_agents_are_told_of_a_module() -> None:
     modules: list[tuple[Any, str]] = [
         (FunctionalModule(echo, description=PLAIN, metadata=metadata), "\n\n".join(said)) for metadata, said in SAID
     ]
-    modules += [(FunctionModule(function, "t.m", **options), told) for function, options, told in DESCRIBED]
+    modules += [(FunctionModule(documented(text), "t.m", **options), told) for text, options, told in DESCRIBED]
     registry = registry_of({f"t.m{number:02}": module for number, (module, _) in enumerate(modules)})
     expected = [told for _, told in modules]
     async with connect(registry) as client:

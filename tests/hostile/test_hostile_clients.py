@@ -1,6 +1,4 @@
-"""Clients that break the rules, vanish or pretend: none gets in, none takes another's place, and nothing is left of
-them in the server. A real server in a process of its own.
-"""
+"""Clients that break the rules, vanish or pretend: none gets in, and nothing is left of them in the server."""
 
 from __future__ import annotations
 
@@ -106,8 +104,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             process.kill()
 
 
-# ---- HTTP: who vanishes ----
-
 Headers = dict[str, Any]
 
 
@@ -164,8 +160,6 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
                 assert opener.delete(endpoint, headers=session).is_success
 
 
-# ---- HTTP: who pretends ----
-
 OWN, EVIL = "http://127.0.0.1:PORT", "http://evil.example"
 TRICKS: dict[str, Headers] = {
     "two-hosts": {"Host": ["127.0.0.1", "evil.example"]},
@@ -207,8 +201,6 @@ def test_no_trick_with_headers_opens_a_route(server: Server) -> None:
             assert all(status == 0 or 400 <= status < 500 for status in told.values()), (name, told)
     assert server.ask("t.census")["ran"] == ran + 1  # by who has lost nothing
 
-
-# ---- HTTP: who is a stranger ----
 
 GUARDED = """
 from starlette.middleware import Middleware
@@ -259,8 +251,6 @@ def test_what_a_stranger_sends_is_not_kept() -> None:
         client.process.terminate()
         ended_well(client, seconds=5)
 
-
-# ---- Who writes arguments ----
 
 LOOKED_AT: list[str] = []
 

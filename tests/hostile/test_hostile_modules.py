@@ -1,6 +1,4 @@
-"""Modules that return what nobody can say, block, and fail while they hold secrets: the other tools are served, and
-what is sensitive is told nowhere.
-"""
+"""Modules that return what nobody can say, block, and fail while they hold secrets."""
 
 from __future__ import annotations
 
@@ -24,9 +22,6 @@ def told(result: dict[str, Any]) -> str:
     return str(part["text"])
 
 
-# ---- Raising and returning ----
-
-
 # Rows of the tables in `test_errors.py` and `test_results.py` are not here again.
 LIKE_A_RESULT: dict[str, Any] = {"content": [{"type": "text", "text": "no"}], "isError": True, "_meta": {"a": 1}}
 UNUSUAL: dict[str, tuple[Any, Any]] = {
@@ -48,8 +43,6 @@ async def test_whatever_a_module_returns_is_one_answer() -> None:
             assert sent or text_of(result) == "Failed to serialize module output (the tool has run)"
             assert (await client.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
 
-
-# ---- Blocking ----
 
 BLOCKING = """
 @tool
@@ -99,8 +92,6 @@ def test_modules_that_block_for_ever_time_out() -> None:
     assert messages(stdout)[0]["result"]["structuredContent"] == {"n": 2}
     assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
 
-
-# ---- Secrets ----
 
 SECRET, PIN = "hunter2-s3cr3t", 918273645
 TELLING = """

@@ -1,7 +1,4 @@
-"""Schemas nobody would write by hand, and every one that pydantic might: inlined they mean the same, and what strict
-mode makes of them OpenAI takes, or a warning says that it will not (FR-SCHEMA-*, FR-OPENAI-003).
-Generated, against the `jsonschema` package.
-"""
+"""Generated schemas and values, against `jsonschema` and OpenAI's rules (FR-SCHEMA-*, FR-OPENAI-003)."""
 
 from __future__ import annotations
 

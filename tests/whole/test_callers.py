@@ -1,7 +1,4 @@
-"""Who is calling: what ASGI middleware before the server found out becomes the Identity of the call.
-
-Real middleware, Starlette's and the SDK's; from 2026-07-28 per request, and in a handshake session whoever opened it,
-over both transports."""
+"""Who is calling: what ASGI middleware found out becomes the Identity of the call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A function gets what its type hints say, and so does who called it: in the calls of a server, at every door, as a
-`@module`, by hand, from a folder or as a binding. What came to no server, or has other schemas, is apcore's alone.
-"""
+"""A function gets what its type hints say, and so does who called it, in the calls of a server and at every door."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import asyncio
 import enum
 import functools
 import gc
+import importlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,11 +266,6 @@ class Clinic:
 DECORATED = "from apcore.decorator import module\nis_day = module(id='f.decorated')(is_day)\n"
 
 
-class Clinic:
-    def is_day(self, day: date) -> bool:
-        return day == DAY
-
-
 async def test_hints_hold_at_every_door(tmp_path: Path) -> None:
     """A file's `@module`, one by hand, `module(f, id=...)`, and bindings of a function and of a class's method."""
     (tmp_path / "clinic_days.py").write_text(CLINIC)
@@ -282,9 +276,10 @@ async def test_hints_hold_at_every_door(tmp_path: Path) -> None:
     ]
     (tmp_path / "clinic.binding.yaml").write_text(json.dumps({"spec_version": "1.0", "bindings": entries}))
     registry = discover(tmp_path)
-    registry.register("f.by_hand", FunctionModule(Clinic().is_day, "f.by_hand"))
-    registry.register("f.called", module(Clinic().is_day, id="f.called"))
-    registry.register("f.on_instance", module(id="f.on_instance")(Clinic().is_day).apcore_module)
+    is_day = importlib.import_module("clinic_days").Clinic().is_day
+    registry.register("f.by_hand", FunctionModule(is_day, "f.by_hand"))
+    registry.register("f.called", module(is_day, id="f.called"))
+    registry.register("f.on_instance", module(id="f.on_instance")(is_day).apcore_module)
     names = ["bound", "by_hand", "called", "decorated", "method", "on_instance"]
     async with connect(registry) as client:
         assert await listed(client) == [f"f.{name}" for name in names]

@@ -1,7 +1,4 @@
-"""`examples/login.py`: who gets in with which token, and what becomes of the rest when the issuer does not answer.
-
-The issuer is real but small: a few documents and keys behind a socket. A provider that others wrote, and a client that
-goes through the whole login, are in `python -m tests.interop --only login`."""
+"""`examples/login.py`: who gets in with which token, and what becomes of the rest when the issuer does not answer."""
 
 from __future__ import annotations
 

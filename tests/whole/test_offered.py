@@ -1,6 +1,4 @@
-"""Who is offered what: where the Executor has an ACL, a caller reads only of what the caller may call.
-
-By the identity of the request that asks, in both eras; a call is decided as ever, by the Executor."""
+"""Where the Executor has an ACL, a caller is offered only what the caller may call."""
 
 from __future__ import annotations
 
