@@ -139,18 +139,13 @@ UNEXPECTED: dict[str, tuple[Callable[[], BaseException], str | None]] = {
 }
 
 
-def spelled(name: str, awaits: bool) -> str:
-    return f"{name}.{'later' if awaits else 'now'}"
-
-
 @pytest.fixture(scope="module")
 def failing() -> Iterator[str]:
     """A server of one sync and one async module for each row of both tables, and of one that works."""
     modules: dict[str, Any] = {"works.fine": echo}
     rows: dict[str, Any] = {**TABLE, **UNEXPECTED}
-    for awaits in (False, True):
-        for name, (make, *_) in rows.items():
-            modules[spelled(f"fails.{name}", awaits)] = raising(make, awaits=awaits)
+    for name, (make, *_) in rows.items():
+        modules |= {f"now.{name}": raising(make), f"later.{name}": raising(make, awaits=True)}
     with serving(registry_of(modules)) as url:
         yield url
 
@@ -161,7 +156,7 @@ def failing() -> Iterator[str]:
 async def test_an_error_of_apcore_is_one_plain_sentence(failing: str, name: str, caplog: Caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     make, text, expected = TABLE[name]
-    tool = spelled(f"fails.{name}", awaits=len(name) % 2 == 0)
+    tool = f"{'later' if len(name) % 2 == 0 else 'now'}.{name}"
     async with client_of(failing) as client:
         result = await client.call_tool(tool, {"caller": 1})
     report = failure(result, text)
@@ -181,12 +176,12 @@ async def test_an_error_of_apcore_is_one_plain_sentence(failing: str, name: str,
 
 
 @pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")
-@pytest.mark.parametrize("awaits", [False, True], ids=["sync", "async"])
-async def test_an_unexpected_exception_is_told_to_the_log_alone(failing: str, awaits: bool, caplog: Caplog) -> None:
+@pytest.mark.parametrize("when", ["now", "later"])
+async def test_an_unexpected_exception_is_told_to_the_log_alone(failing: str, when: str, caplog: Caplog) -> None:
     async with client_of(failing) as client, asyncio.timeout(20):
         for name, (_, logged_as) in UNEXPECTED.items():
             caplog.clear()
-            tool = spelled(f"fails.{name}", awaits)
+            tool = f"{when}.{name}"
             result = await client.call_tool(tool, {})
             report = failure(result, "Internal error occurred")
             assert report["error_type"] in ("MODULE_EXECUTE_ERROR", "GENERAL_INTERNAL_ERROR")

@@ -17,12 +17,10 @@ from mcp.client import Client
 from mcp_types import Implementation
 from pydantic import BaseModel, Field
 from support import (
-    DENIED,
     INTEGER,
     SECRET_TEXT,
     SECRETIVE,
     STRING,
-    UNASKED,
     Caplog,
     StreamingModule,
     Wire,
@@ -377,15 +375,6 @@ async def test_a_call_through_call_tool_can_be_cancelled(mode: str) -> None:
     async with connect(stage(), mode=mode, search=True) as client, asyncio.timeout(40):
         await cancel_call(await start_call(client, "call_tool", name="wait"))
         assert (await client.call_tool("ended")).structured_content == {"told": "wait", "token_set": True}
-
-
-async def test_require_and_deny_hold_for_what_call_tool_calls() -> None:
-    ran: list[dict[str, Any]] = []
-    for approval in ("require", "deny"):
-        async with connect({"wipe": guarded(ran)}, mode=HANDSHAKE, search=True, approval=approval) as client:
-            text = UNASKED if approval == "require" else DENIED
-            failure(await client.call_tool("call_tool", {"name": "wipe"}), text)
-    assert ran == []
 
 
 def test_headers_are_checked_by_the_schema_of_the_two() -> None:

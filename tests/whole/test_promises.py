@@ -143,22 +143,14 @@ class Pair(NamedTuple):
     right: str = "r"
 
 
-def order() -> Order:
-    return Order(order_id=1, line_items=[Line(unit_price=D("1.5"), id=1)])
-
-
-def encoded() -> Encoded:
-    return Encoded(raw=b"a" * 32, secret=SecretStr("x" * 20))
-
-
 ZOO: dict[str, tuple[Any, Any]] = {
-    "camel": (Order, order()),
+    "camel": (Order, Order(order_id=1, line_items=[Line(unit_price=D("1.5"), id=1)])),
     "excluded": (Hiding, Hiding(hidden=2)),
     "serializers": (Serialized, Serialized(field=1, typed=2, in_json=3, untyped=4, said_to_be_anything=5, wrapped=6)),
     "aliases": (Aliased, Aliased(taken=1, sent=2, first=3)),  # type: ignore[call-arg]
     "closed": (Closed, Closed(a=1)),
     "maybe-computed": (ClosedAndComputed | None, ClosedAndComputed(a=1)),
-    "encoded": (Encoded, encoded()),
+    "encoded": (Encoded, Encoded(raw=b"a" * 32, secret=SecretStr("x" * 20))),
     "numbers": (Numbers, Numbers(total=1, bounded=2, price=D("1.1"))),
     "default-of-another-type": (Unset, Unset()),
     "typed-dict": (Movie, {"title": "t"}),
