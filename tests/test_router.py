@@ -161,11 +161,6 @@ def asking_module(ended: threading.Event | None = None, schema: Any = SCHEMA) ->
     return ask
 
 
-async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-    first = await elicit(context, "first", SCHEMA, key="name")
-    return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
-
-
 # ---- The wire of 2026-07-28, by hand ----
 
 
@@ -374,6 +369,10 @@ async def test_a_call_is_resumed_though_its_tool_has_gone() -> None:
 
 
 async def test_a_client_that_cannot_ask_is_asked_nothing() -> None:
+    async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        first = await elicit(context, "first", SCHEMA, key="name")
+        return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
+
     with serving(registry_of({"rounds": rounds})) as url:
         able = client_of(url, **asking(accept())[0])
         async with able, client_of(url) as unable, asyncio.timeout(20):

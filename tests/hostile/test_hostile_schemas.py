@@ -131,13 +131,13 @@ def test_a_rare_reference_is_written_out_or_left_out(schema: dict[str, Any], cap
 
 
 @pytest.mark.timeout(30)
-async def test_wide_and_deep_schemas_are_served(mode: str) -> None:
+async def test_wide_and_deep_schemas_are_served() -> None:
     wide = {"type": "object", "properties": {f"p{n}": TO_A for n in range(5_000)}, "$defs": {"A": {"enum": [1, 2]}}}
     modules = {name: FunctionalModule(echo, input_schema=s) for name, s in {"w.ide": wide, "d.eep": nested(64)}.items()}
     arguments: Any = "at the bottom"
     for _ in range(64):
         arguments = {"p": arguments}
-    async with connect(modules, mode=mode, validate_inputs=True) as client:
+    async with connect(modules, validate_inputs=True) as client:
         listed = {tool.name: tool.input_schema for tool in (await client.list_tools()).tools}
         assert listed["d.eep"] == nested(64)
         assert listed["w.ide"]["properties"]["p4999"] == {"enum": [1, 2]}
