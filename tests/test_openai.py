@@ -158,11 +158,11 @@ def test_dots_become_hyphens_and_come_back() -> None:
 @pytest.mark.requirement("FR-OPENAI-002")
 def test_an_id_with_a_hyphen_is_refused_by_name() -> None:
     """Nobody could tell what it stands for when it comes back. apcore's own registry takes none."""
-    registry = registry_of({"my_module.a": echo})
+    registry: Any = registry_of({"my_module.a": echo})
     module, definition = registry.get("my_module.a"), registry.get_definition("my_module.a")
-    hyphened: Any = dataclasses.replace(definition, module_id="my-module.a")  # type: ignore[type-var]
-    given = {"list": ["my-module.a"], "get": module, "get_definition": hyphened}
-    vars(registry).update({name: lambda *_, _it=it, **__: _it for name, it in given.items()})
+    registry.list = lambda *_, **__: ["my-module.a"]
+    registry.get = lambda *_, **__: module
+    registry.get_definition = lambda *_, **__: dataclasses.replace(definition, module_id="my-module.a")
     with pytest.raises(ValueError, match=r"hyphens.*my-module\.a"):
         to_openai_tools(registry)
 
