@@ -618,8 +618,7 @@ ONE_TIME = 1_700_000_000_000_000_000
 
 
 def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
-    """Also by two edits of one size within one second, which Python's cache of bytecode cannot tell apart, and by one
-    of another size that leaves the time as it was."""
+    """Also by two edits of one size in one second, alike to Python's cache, and by one that leaves the time as it was."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     folder = load(tmp_path)
     path = tmp_path / "hot" / "ping.py"
@@ -773,9 +772,7 @@ def test_follow_looks_until_it_is_ended(tmp_path: Path, monkeypatch: Monkeypatch
 
 @pytest.mark.requirement("FR-DYNAMIC-001", "FR-DYNAMIC-002", "FR-DYNAMIC-003")
 def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> None:
-    """They are taken in, again when they change, and out when they go; an ID may move to another file.
-
-    YAML is UTF-8, whatever the locale."""
+    """Taken in, again when they change, and out; an ID may move to another file. YAML is UTF-8, whatever the locale."""
     write(extensions, {"forms.py": FUNCTIONS, "_bound.py": "def negate(a: int) -> int:\n    return -a\n"})
     arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--dynamic"]
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

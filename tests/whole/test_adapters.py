@@ -1,8 +1,4 @@
-"""What packages that build on this one pass to it, and get.
-
-The sets of options are those that flask-apcore 0.4, fastapi-apcore 0.4, django-apcore 0.5 and pydantic-ai-apcore 0.1
-pass; `python -m tests.interop --only apcore` runs the packages themselves.
-"""
+"""What flask-apcore 0.4, fastapi-apcore 0.4 and django-apcore 0.5 pass; `python -m tests.interop` runs themselves."""
 
 from __future__ import annotations
 
@@ -77,10 +73,7 @@ def test_what_would_change_something_is_refused(registry: Registry) -> None:
 
 
 def test_who_asks_for_an_authenticator_is_stopped() -> None:
-    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one.
-
-    flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported.
-    """
+    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one."""
     assert not hasattr(apcore_mcp, "JWTAuthenticator")
     with pytest.raises(RuntimeError, match=r"middleware=\[.*\] of serve\(\), MCPServer and async_serve\(\)"):
         importlib.import_module("apcore_mcp.auth")

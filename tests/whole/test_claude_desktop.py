@@ -1,5 +1,4 @@
-"""Claude Desktop, which cannot run here: the lines that it writes to a server's stdin (`claude_desktop.jsonl`), in the
-form its own log shows (`mcp-server-*.log`), replayed against the real program with default options."""
+"""Claude Desktop, which cannot run here: the lines that it writes, as its own log shows them, to the real program."""
 
 from __future__ import annotations
 
