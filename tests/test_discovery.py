@@ -618,7 +618,7 @@ ONE_TIME = 1_700_000_000_000_000_000
 
 
 def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
-    """Also by two edits of one size in one second, alike to Python's cache, and by one that leaves the time as it was."""
+    """Also by two edits of one size in one second, and by one that leaves the time as it was."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     folder = load(tmp_path)
     path = tmp_path / "hot" / "ping.py"
