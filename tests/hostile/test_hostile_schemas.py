@@ -228,7 +228,7 @@ def simple_objects(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-@QUICK
+@settings(QUICK, max_examples=30)
 @given(st.data())
 def test_what_strict_mode_lets_a_model_write_is_accepted(data: st.DataObject) -> None:
     schema = data.draw(simple_objects())
