@@ -14,12 +14,12 @@ from typing import Any
 
 from apcore import ModuleDescriptor, errors
 from apcore.utils.redaction import REDACTED_VALUE
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from .faults import FAULTS_MAX, fault_at, pydantic_faults, schema_faults
 from .functions import function_of
-from .hints import ReadForm, holds_secret, read_form
+from .hints import ReadForm, core_schema_of, is_secret, nodes_of, read_form
 from .schemas import (
     IN_PLACE,
     OTHER_PROPERTIES,
@@ -38,8 +38,9 @@ from .schemas import (
     part_schemas,
     properties_of,
     types_of,
+    without_defaults,
 )
-from .values import marks_in, redact
+from .values import marks_default, marks_in, redact
 
 __all__ = ["Arguments"]
 
@@ -54,8 +55,12 @@ class Arguments:
         if self.function is not None and self.function.model not in (None, self.model):
             self.model = self.function.model
             self.declared = self.model.model_json_schema()
-        if isinstance(self.model, ModelType) and holds_secret(self.model):
-            self.declared = read_form(self.model)
+        if isinstance(self.model, ModelType):
+            nodes = nodes_of(core_schema_of(TypeAdapter(self.model)))
+            if any(map(is_secret, nodes)):
+                self.declared = read_form(self.model)
+            if marks_default(nodes):
+                self.declared = without_defaults(self.declared)
 
     @cached_property
     def _inlined(self) -> JSONSchema:

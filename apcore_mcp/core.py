@@ -391,10 +391,10 @@ class _ResultMapper:
 
     def to_text(self, chunk: Any) -> str:
         """A chunk of a stream as JSON text, with marked values hidden."""
-        marks = [*self.tool.own_marks, marks_in(chunk)] if self.tool.redacts else []
+        own_marks = marks_in(chunk) if self.tool.redacts else {}
         chunk = {name: value for name, value in chunk.items() if name not in self.tool.media}  # the result has them
         try:
-            return to_json(redact(as_json(chunk), *marks)).decode()
+            return to_json(redact(redact(as_json(chunk), *self.tool.own_marks), own_marks)).decode()
         except Exception as error:  # a module's own __str__ may raise anything
             raise not_json(error) from None
 
@@ -410,7 +410,7 @@ class _ResultMapper:
             value = as_json(output) if is_changed else output
             if is_changed or tool.marks or tool.media:
                 own_marks = marks_in(output) if is_changed and tool.redacts else {}
-                value = redact(value, *tool.marks, own_marks)
+                value = redact(redact(value, *tool.marks), own_marks)
                 if tool.media:
                     value = {**value}
                     files = _take_files(tool, value)
@@ -947,7 +947,7 @@ class ExecutionRouter:
         if tool is None and self.tasks is not None:
             tool = self.tasks.find(name)
         if tool is None:
-            return self.not_found(name, caller)
+            return self.not_found(name, caller, client)
         conversation = Conversation(label_of(tool.module_id, caller), arguments, caller, client, self.room)
         if answers is not None:
             conversation.confirmation = answers.get(QUESTION_KEY)
@@ -964,11 +964,12 @@ class ExecutionRouter:
         conversation.running = asyncio.create_task(self._execute(call, context))
         return await conversation.reply()
 
-    def not_found(self, name: str, caller: Identity | None) -> JSONObject:
+    def not_found(self, name: str, caller: Identity | None, client: Client = NO_CLIENT) -> JSONObject:
         """The result of a call of a tool that there is not."""
         shown = one_line(name[:200])
         text = f"Module not found: {shown}"
-        trace_id = secrets.token_hex(16)
+        context: Context[Any] = Context.create(trace_parent=_trace_parent(client.trace))
+        trace_id = context.trace_id
         logger.debug("Tool call: %s", label_of(shown, caller))
         line = "Tool call error: %s - ModuleNotFoundError: %s (trace %s)"
         logger.error(line, label_of(shown, caller), text, trace_id, extra={"trace_id": trace_id})

@@ -41,6 +41,8 @@ class Function:
         with suppress(NameError):  # apcore looks for the Context in the same way
             hints = get_type_hints(self.function, include_extras=True)
         self.returns = hints.pop("return", Any)
+        if repr(module.output_schema) == repr(self.returns):
+            self.returns = module.output_schema  # of a text, apcore has made another `Page[Annotated[...]]` than this
         self.is_async = inspect.iscoroutinefunction(self.function)
         self._contexts = [name for name, hint in hints.items() if hint is Context]
         self._parameters = inspect.signature(self.function).parameters

@@ -1,4 +1,4 @@
-"""Hints: what pydantic makes of a return hint or a model, told by its core schema, by which it reads and writes itself.
+"""Hints: what pydantic writes by a return hint or a model, told by its core schema, by which it writes itself.
 
 Functions of core schemas and JSON schemas, with nothing of MCP in them. What a core schema does not say for certain is
 taken for open, so that a new kind of pydantic's, and a pydantic that is not known, hides too much and never too little.
@@ -10,16 +10,15 @@ import builtins
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from enum import Flag
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeGuard, cast, get_type_hints
 
 import pydantic
 from pydantic import ConfigDict, Secret, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import SchemaValidator, core_schema
 
 from .schemas import (
     JSONObject,
@@ -53,7 +52,7 @@ _WRITTEN_BY = {
     }.items()
     for kind in kinds.split()
 }
-_NO_SCHEMAS = frozenset("metadata config default expected members".split())  # keys of a core schema that hold others
+NO_SCHEMAS = frozenset("metadata config default expected members".split())  # keys of a core schema that hold others
 
 
 def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
@@ -62,23 +61,36 @@ def core_schema_of(adapter: TypeAdapter[Any]) -> CoreSchema:
     return cast(CoreSchema, adapter.core_schema)
 
 
+def is_schema(part: Any) -> TypeGuard[CoreSchema]:
+    """Whether it is a core schema, and not several by names or by tags, of which one may be "metadata"."""
+    return isinstance(part, dict) and isinstance(part.get("type"), str)
+
+
 def _schemas(part: Any) -> Iterable[CoreSchema]:
     """The core schemas that stand under one key, be it one, several, several with labels, or several by names."""
     if isinstance(part, dict):
-        return [part] if isinstance(part.get("type"), str) else part.values()
+        return [part] if is_schema(part) else part.values()
     return [each[0] if isinstance(each, tuple) else each for each in part]
 
 
-def _nodes(schema: Any) -> Iterator[CoreSchema]:
-    """`schema` and all core schemas in it."""
-    if isinstance(schema, dict):
-        yield schema
-        for key, part in schema.items():
-            if key not in _NO_SCHEMAS:
-                yield from _nodes(part)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            yield from _nodes(part)
+_HOLDERS = (dict, list, tuple)
+
+
+def _parts_of(part: Any) -> Iterable[Any]:
+    """What may hold core schemas: in a core schema, or in what has several by names, by tags or in a row."""
+    if is_schema(part):
+        return [inner for key, inner in part.items() if isinstance(inner, _HOLDERS) and key not in NO_SCHEMAS]
+    if isinstance(part, dict):
+        return part.values()
+    return part if isinstance(part, _HOLDERS) else ()
+
+
+def nodes_of(schema: CoreSchema) -> list[CoreSchema]:
+    """`schema` and all core schemas in it, the outer ones first."""
+    parts: list[Any] = [schema]
+    for part in parts:  # which grows
+        parts += _parts_of(part)
+    return [part for part in parts if is_schema(part)]
 
 
 # ---- JSON schemas of what pydantic reads and writes ----
@@ -115,7 +127,7 @@ def _is_plain(enum: CoreSchema) -> bool:
     return has_all and all(isinstance(each.value, str | int | float) for each in enum["members"])
 
 
-def _is_secret(schema: CoreSchema) -> bool:
+def is_secret(schema: CoreSchema) -> bool:
     """Whether a core schema is that of pydantic's `Secret[...]`, of which its JSON schema says nothing."""
     return (schema.get("serialization") or {}).get("function") is _SECRET
 
@@ -129,7 +141,7 @@ class ReadForm(GenerateJsonSchema):
 
     def json_or_python_schema(self, schema: Any) -> JSONSchema:
         form = super().json_or_python_schema(schema)
-        return {**form, "x-sensitive": True} if _is_secret(schema) else form
+        return {**form, "x-sensitive": True} if is_secret(schema) else form
 
 
 class _WrittenForm(ReadForm):
@@ -140,6 +152,10 @@ class _WrittenForm(ReadForm):
 
     def enum_schema(self, schema: Any) -> JSONSchema:
         return super().enum_schema(schema) if _is_plain(schema) else {}
+
+    def encode_default(self, dft: Any) -> Any:
+        # Pydantic makes a TypeAdapter for each default, which takes a fifth of all this.
+        return dft if dft is None or type(dft) in (str, bool, int) else super().encode_default(dft)
 
     def decimal_schema(self, schema: Any) -> JSONSchema:
         return {**super().decimal_schema(schema), "format": DECIMAL}
@@ -172,11 +188,6 @@ def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSche
 
 
 # ---- What is marked ----
-
-
-def holds_secret(model: Any) -> bool:
-    """Whether a model has a field of pydantic's `Secret[...]`, at any depth."""
-    return any(map(_is_secret, _nodes(core_schema_of(TypeAdapter(model)))))
 
 
 def marks_in_form(schema: JSONSchema) -> JSONSchema:
@@ -248,11 +259,14 @@ def subclasses_mark(kinds: Iterable[type]) -> bool:
 # ---- What is open ----
 
 
+_JSON_SCHEMA_MAKERS = frozenset(["pydantic_js_functions", "pydantic_js_annotation_functions", "pydantic_js_extra"])
+
+
 def _is_restated(schema: CoreSchema) -> bool:
     """Whether the JSON schema of a core schema is an author's: `WithJsonSchema`, `SkipJsonSchema`, a function."""
-    if "metadata" not in schema and "cls" not in schema:  # as most: a start looks at all that there are
-        return False
     metadata = schema.get("metadata") or {}
+    if "cls" not in schema and _JSON_SCHEMA_MAKERS.isdisjoint(metadata):  # as most: a start looks at all that there are
+        return False
     functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
     functions += filter(callable, [metadata.get("pydantic_js_extra")])
     functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
@@ -283,8 +297,7 @@ def is_open(schema: CoreSchema) -> bool:
             return True
         if kind == "dict" and node["keys_schema"]["type"] != "str":  # of which two may have one name
             return True
-        for key in keys:
-            waiting += _schemas(node[key])
+        waiting += [part for key in keys for part in _schemas(node[key])]
         waiting += node.get("computed_fields", ())
     return False
 
@@ -298,19 +311,17 @@ def _is_own(serializer: Any, kind: type) -> bool:
 def rewrites(schema: Any) -> bool:
     """Whether an author's function may write something by `schema` in another form, but for what a model or dataclass
     in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
-    nodes = [schema]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, dict):
-            serializer = node.get("serialization") or {}
-            is_class = node.get("type") in ("model", "dataclass")
-            is_any = serializer.get("type") == "any"
-            if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
-                return True
-            if not is_class:
-                nodes += [part for key, part in node.items() if key not in _NO_SCHEMAS]
-        elif isinstance(node, list | tuple):
-            nodes += node
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        node = part if is_schema(part) else {}
+        serializer = node.get("serialization") or {}
+        is_class = node.get("type") in ("model", "dataclass")
+        is_any = serializer.get("type") == "any"
+        if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
+            return True
+        if not is_class:
+            parts += _parts_of(part)
     return False
 
 
@@ -338,8 +349,8 @@ def how_written(kind: type) -> Written:
 
 
 def _how_written(kind: type) -> Written:
-    own = next(node for node in _nodes(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
-    inner = next((node for node in _nodes(own["schema"]) if "fields" in node), {})
+    own = next(node for node in nodes_of(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
+    inner = next((node for node in nodes_of(own["schema"]) if "fields" in node), {})
     fields = inner.get("fields", {})
     fields = dict(fields) if isinstance(fields, dict) else {field["name"]: field for field in fields}
     computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}
@@ -350,11 +361,11 @@ def _how_written(kind: type) -> Written:
     return Written(names, [*computed], rewritten, bool(is_rewritten))
 
 
-def unsent_fields(schema: CoreSchema) -> list[str]:
+def unsent_fields(nodes: Iterable[CoreSchema]) -> list[str]:
     """The fields of dataclasses that pydantic does not know, as `Loaf.tag`: those that `__init__` does not take and
     that have no default."""
     unsent = []
-    for node in _nodes(schema):
+    for node in nodes:
         inner = node if node.get("type") == "dataclass" else {}
         while inner.get("type") != "dataclass-args" and isinstance(inner.get("schema"), dict):
             inner = inner["schema"]
@@ -363,82 +374,3 @@ def unsent_fields(schema: CoreSchema) -> list[str]:
             known = {field["name"] for field in inner["fields"]}
             unsent += [f"{kind.__name__}.{each.name}" for each in dataclasses.fields(kind) if each.name not in known]
     return unsent
-
-
-# ---- Reading: what is made of what a function returns ----
-
-
-class _Held:
-    """What pydantic makes for a moment in the place of a model. For that, it would use the validator that the class
-    brings, which runs the validators of the instances in it."""
-
-    __slots__ = ("__dict__", "__pydantic_extra__", "__pydantic_fields_set__", "__pydantic_private__")
-
-
-def _made(kind: Any) -> Callable[[Any], Any]:
-    def make(held: Any) -> Any:
-        values = {**vars(held), **(held.__pydantic_extra__ or {})}
-        return kind.model_construct(_fields_set=held.__pydantic_fields_set__, **values)
-
-    return make
-
-
-def _passing(kind: type) -> Callable[[Any, Any], Any]:
-    def read(value: Any, make: Any) -> Any:
-        return value if isinstance(value, kind) else make(value)
-
-    return read
-
-
-def _kind_of(schema: CoreSchema) -> type | None:
-    """The model or dataclass that `schema` makes, whatever validators stand around it."""
-    while schema["type"].startswith("function-") and "schema" in schema:
-        schema = schema["schema"]
-    return schema["cls"] if schema["type"] in ("model", "dataclass") else None
-
-
-def _validates_instances(schema: CoreSchema) -> bool:
-    kind = schema.get("type")
-    config = schema.get("config") or {}
-    is_around = isinstance(kind, str) and kind.startswith("function-") and "schema" in schema
-    return "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
-
-
-def _reading(schema: Any) -> Any:
-    """Copy a core schema so that it lets each instance pass as it is."""
-    if isinstance(schema, list | tuple):
-        return type(schema)(map(_reading, schema))
-    if not isinstance(schema, dict):
-        return schema
-    kept = {*_NO_SCHEMAS, "serialization", "function"}
-    copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
-    kind = _kind_of(schema) if isinstance(schema.get("type"), str) else None
-    if kind is None:
-        return copied
-    reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
-    if copied["type"] == "model" and not copied.get("custom_init"):
-        copied.pop("post_init", None)  # which `model_construct()` calls
-        copied["cls"] = _Held
-        copied = core_schema.no_info_after_validator_function(_made(kind), copied)
-    return {**core_schema.no_info_wrap_validator_function(_passing(kind), copied), **reference}
-
-
-class Reader:
-    """Reads what a function returned by its hint: dicts become models and are checked, instances stay what they are."""
-
-    def __init__(self, adapter: TypeAdapter[Any]) -> None:
-        schema = core_schema_of(adapter)
-        self._kind = _kind_of(schema)
-        self.kinds = tuple({node["cls"] for node in _nodes(schema) if node.get("type") in ("model", "dataclass")})
-        self._own: Any = adapter.validator
-        self._validator = self._own
-        if any(map(_validates_instances, _nodes(schema))):  # by itself, pydantic leaves others as they are
-            self._validator = SchemaValidator(_reading(schema))
-
-    def read(self, value: Any, strict: bool = True) -> Any:
-        if self._kind is not None and isinstance(value, self._kind):
-            return value
-        return self._validator.validate_python(value, strict=strict)
-
-    def read_json(self, text: bytes) -> Any:
-        return self._own.validate_json(text, strict=True)  # in a text there are no instances

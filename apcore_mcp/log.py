@@ -124,6 +124,7 @@ def configure(path: str) -> None:
 
 # apcore's loggers that quote arguments, outputs, or errors that do.
 _QUOTING = "schema.hardening executor pipeline middleware.manager middleware.logging".split()
+_QUOTED = {"error", "inputs", "output"}  # their attributes that do: apcore's own redaction overlooks the values of maps
 
 
 @contextmanager
@@ -141,8 +142,8 @@ def values_hidden() -> Iterator[None]:
             record.msg = f"(not shown: it may quote sensitive values) at {record.filename}:{record.lineno}"
             record.args = ()
         record.exc_info = record.exc_text = None
-        if hasattr(record, "error"):
-            record.error = REDACTED_VALUE
+        for name in _QUOTED & vars(record).keys():
+            setattr(record, name, REDACTED_VALUE)
         return True
 
     loggers = [logging.getLogger(f"apcore.{name}") for name in _QUOTING]

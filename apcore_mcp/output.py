@@ -21,10 +21,11 @@ from .functions import Function
 from .hints import (
     BASE64,
     DECIMAL,
-    Reader,
     core_schema_of,
+    how_written,
     is_open,
     marks_in_form,
+    nodes_of,
     read_form,
     rewrites,
     subclasses_mark,
@@ -32,6 +33,7 @@ from .hints import (
     written_form,
 )
 from .promises import validator_of
+from .reading import Reader
 from .schemas import (
     JSONObject,
     JSONSchema,
@@ -41,13 +43,13 @@ from .schemas import (
     admits_object,
     in_place,
     is_json,
-    map_subschemas,
     marks_of_schema,
     marks_sensitive,
     mentions_mark,
     plain_json,
     promise_of,
     subschemas,
+    without_defaults,
 )
 from .values import (
     as_json,
@@ -55,11 +57,12 @@ from .values import (
     check_values,
     dumped,
     holds_bytes,
+    in_pythons_types,
     is_array,
+    marks_default,
     marks_in,
     not_json,
     redact,
-    without_numpy,
 )
 
 
@@ -113,23 +116,37 @@ class Output:
         self.unsent: list[str] = []  # the fields of dataclasses that pydantic does not know
         # What its core schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = True
-        self._forms: list[JSONSchema] = []  # by which numbers are written where Decimals are meant, and bytes
-        self._reads_bytes = False  # whether a text may be meant as bytes: elsewhere it is the name of a file
-        self._is_rewritten = False  # whether an author's function writes what no JSON schema describes
         if self._adapter is not None:
             core_schema = core_schema_of(self._adapter)
-            self.unsent = unsent_fields(core_schema)
+            nodes = nodes_of(core_schema)
+            self.unsent = unsent_fields(nodes)
             self._is_open = is_open(core_schema) or not self.schema
-            if self._is_open:
-                self.schema = _without_models(self.schema)
-            self._is_rewritten = rewrites(core_schema)
-            formats = {part.get("format") for part in subschemas(self.schema)}
-            if formats & {DECIMAL, BASE64}:
-                self._forms = [*in_place(self.schema)]
-            self._reads_bytes = BASE64 in formats
+            if self._is_open or marks_default(nodes):
+                self.schema = without_defaults(self.schema)
             if self._is_open:  # what is written may have the names by which it is read
                 read = marks_in_form(read_form(self._declared, self._adapter))
                 self.marks += [read] if read else []
+
+    @cached_property
+    def _is_rewritten(self) -> bool:
+        """Whether an author's function writes what no JSON schema describes."""
+        if self._adapter is None:
+            return False
+        core_schema = core_schema_of(self._adapter)
+        if self._function is not None and self._function.is_wrapped:  # in a model of ours
+            model = next(node["cls"] for node in nodes_of(core_schema) if node["type"] == "model")
+            return bool(how_written(model).rewritten)
+        return rewrites(core_schema)
+
+    @cached_property
+    def _formats(self) -> set[str]:
+        parts = [] if self._adapter is None else subschemas(self.schema)
+        return {part["format"] for part in parts if "format" in part}
+
+    @cached_property
+    def _forms(self) -> list[JSONSchema]:
+        """By which numbers are written where Decimals are meant, and bytes."""
+        return [*in_place(self.schema)] if self._formats & {DECIMAL, BASE64} else []
 
     @cached_property
     def _reader(self) -> Reader:
@@ -164,6 +181,8 @@ class Output:
             if not isinstance(written, dict):
                 raise RefusedOutput([fault_at([], "type", "A module returns a dict or a model")], returned)
             self._check(text, written, returned)
+            if not isinstance(hidden, dict):  # all of it is marked
+                hidden = {"result": hidden}
             if hidden is not written:
                 written, text = hidden, to_json(hidden)
                 if not self.marks:  # clients hold it against the promise
@@ -213,15 +232,16 @@ class Output:
         if not is_numpys:  # pydantic would make a number of a duration
             with suppress(ValidationError):
                 return reader.read(output)
-        plain = without_numpy(output)
+        plain = in_pythons_types(output)
         try:
             return reader.read(plain)
         except ValidationError as error:
             with suppress(ValueError):  # rows as a file or a frame gave them: the text of a date, of an enum
                 is_made = any(isinstance(each, reader.kinds) for each in _instances(plain))  # and not to be made anew
-                if is_made or not marks_in(output):  # what another type marks would be sent
+                if is_made or not marks_in(plain):  # what another type marks would be sent
                     read = reader.read(plain, strict=False) if is_made else reader.read_json(to_json(plain))
-                    if self._reads_bytes or holds_bytes(plain) or not holds_bytes(read):
+                    # A text is the name of a file, unless bytes are to be texts.
+                    if BASE64 in self._formats or holds_bytes(plain) or not holds_bytes(read):
                         return read
             is_wrapped = self._function is not None and self._function.is_wrapped
             raise RefusedOutput(pydantic_faults(error, output), output["result"] if is_wrapped else output) from None
@@ -236,7 +256,9 @@ class Output:
 
     def _marks_in(self, value: Any) -> JSONSchema:
         marks = marks_in(value)
-        return {"additionalProperties": {"x-sensitive": True}} if marks and self._is_rewritten else marks
+        if self._is_rewritten and (marks or self.marks):
+            return {"additionalProperties": {"x-sensitive": True}}
+        return marks
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # pydantic's would use up a generator
@@ -248,12 +270,6 @@ def _read_back(value: Any) -> tuple[bool, Any]:
         written = from_json(_ENCODER.encode(value))
         return bool(written == value), written
     return False, None
-
-
-def _without_models(schema: JSONSchema, _: str = "") -> JSONSchema:
-    """Copy `schema` without defaults that may be models: of what is marked in them it says nothing."""
-    kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list)}
-    return map_subschemas(kept, _without_models)
 
 
 def _instances(value: Any) -> Iterator[Any]:

@@ -107,6 +107,12 @@ def map_subschemas(schema: JSONSchema, change: Callable[[Any, str], object]) -> 
     return copied
 
 
+def without_defaults(schema: JSONSchema, _: str = "") -> JSONSchema:
+    """Copy `schema` without defaults that may be models: of what is marked in them it says nothing."""
+    kept = {key: value for key, value in schema.items() if key != "default" or not isinstance(value, dict | list | str)}
+    return map_subschemas(kept, without_defaults)
+
+
 def branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     """The schemas directly inside `schema` that stand under `keywords`, but for boolean ones."""
     found: list[JSONSchema] = []
@@ -116,11 +122,12 @@ def branches(schema: JSONSchema, keywords: Collection[str]) -> list[JSONSchema]:
     return found
 
 
-def subschemas(schema: JSONSchema) -> Iterator[JSONSchema]:
+def subschemas(schema: JSONSchema) -> list[JSONSchema]:
     """`schema` and every schema in it, at any depth, but for boolean ones."""
-    yield schema
-    for inner in branches(schema, _WITH_SCHEMAS):
-        yield from subschemas(inner)
+    found = [schema]
+    for each in found:  # which grows
+        found += branches(each, _WITH_SCHEMAS)
+    return found
 
 
 def in_place(*schemas: JSONSchema) -> Iterator[JSONSchema]:
@@ -222,15 +229,16 @@ class SchemaConverter:
     def inline(self, schema: JSONSchema) -> JSONSchema:
         """Return `schema` without references and without definitions. Source: FR-SCHEMA-002."""
         self._root = schema
+        self._resolver: Any = None  # of references in the root, where there are any
         self._circular: set[str] = set()  # references that lead back into themselves
         self._nodes = 0
-        resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(schema))
         name = _PYDANTIC_NAMES.normalize_name(getattr(self._model, "__name__", "-"))
-        return self._without_class_name(self._visit(schema, resolver, ["#"]), name)
+        return self._without_class_name(self._visit(schema, None, ["#"]), name)
 
     def _visit(self, node: Any, resolver: Any, opened: list[str], place: str = "") -> JSONSchema:
         """Copy `node`, with `{}` for `true` and `{"not": {}}` for `false`, as MCP wants objects. `opened` are the
-        references that led to it, outermost first, `place` the names."""
+        references that led to it, outermost first, `place` the names; `resolver` follows others, from the root where
+        it is None."""
         if isinstance(node, bool):
             return {} if node else {"not": {}}
         self._nodes += 1
@@ -257,6 +265,9 @@ class SchemaConverter:
         return self._complete(result)
 
     def _target(self, ref: str, resolver: Any, opened: list[str], place: str) -> JSONSchema:
+        if self._resolver is None:
+            self._resolver = SchemaResources().resolver_with_root(DRAFT202012.create_resource(self._root))
+        resolver = resolver or self._resolver
         circle = opened[opened.index(ref) :] if ref in opened else []
         self._circular.update(circle)
         if circle or (ref in self._circular and not self._circular.isdisjoint(opened)):  # each once: they multiply

@@ -130,7 +130,8 @@ def _paths(folder: Path, top: Path) -> list[Path]:
 def _file(path: Path, folder: Path, about: JSONObject) -> _File:
     name = path.relative_to(folder).as_posix()
     # The file that is read first bears the name and the description of its skill.
-    described = {key: about[key] for key in ("name", "description")} if name == "SKILL.md" else {"name": name}
+    is_first = name == "SKILL.md"
+    described: JSONObject = {key: about[key] for key in ("name", "description")} if is_first else {"name": name}
     uri = f"skill://{folder.name}/{quote(name)}"
     media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
     return _File(uri=uri, mime_type=media_type, content=path.read_bytes(), **described)

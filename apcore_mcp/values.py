@@ -9,45 +9,50 @@ import base64
 import dataclasses
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from typing import Any, TypeGuard
 
 from apcore import ModuleError
 from apcore.utils.redaction import REDACTED_VALUE
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, RootModel, TypeAdapter
+from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .hints import BASE64, DECIMAL, how_written, marks_of
-from .schemas import JSONObject, JSONSchema, in_place, part_schemas, properties_of, text_of, types_of
+from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive, part_schemas, text_of, types_of
 
 # ---- Secrets ----
+
+_PARTS = ("properties", "items", "prefixItems", "additionalProperties")  # the keywords by which a mark describes some
 
 
 def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
-    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
-    meant the marked one. Not by `apcore.redact_sensitive`, which overlooks the values of maps (`additionalProperties`)
-    and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
+    Where something is marked, what no schema describes is hidden too (`hides_others`), a name or an item of a list in
+    the place of an object: whoever wrote it may have meant the marked one. Not by `apcore.redact_sensitive`, which
+    overlooks the values of maps (`additionalProperties`) and by default blanks innocent keys that contain a word:
+    "author", "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
         return value
     if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
+    describes = hides_others and any(mark.get(keyword) for mark in applied for keyword in _PARTS)
+    others: list[JSONSchema] = [{"x-sensitive": True}] if describes else []
+
+    def part(step: str | int, item: Any) -> Any:
+        return redact(item, *([*part_schemas(applied, step)] or others), hides_others=hides_others)
+
     if isinstance(value, list):
-        return [redact(item, *part_schemas(applied, i), hides_others=hides_others) for i, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    others: list[JSONSchema] = [{"x-sensitive": True}] if hides_others and any(map(properties_of, applied)) else []
-    redacted = {}
-    for name, item in value.items():
-        parts = [*part_schemas(applied, name)] or others
-        redacted[name] = redact(item, *parts, hides_others=hides_others)
-    return redacted
+        return [part(index, item) for index, item in enumerate(value)]
+    return {name: part(name, item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 # ---- Output ----
@@ -137,42 +142,63 @@ def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
     return moment(value) if kind in ("M", "m") else plain
 
 
-def without_numpy(value: Any) -> Any:
-    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, in Python's types."""
-    value = _unpacked(value, _moment)
+def in_pythons_types(value: Any) -> Any:
+    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, and of iterators as lists."""
+    value = [*value] if isinstance(value, Iterator) else _unpacked(value, _moment)
     if isinstance(value, dict):
-        return {without_numpy(name): without_numpy(item) for name, item in value.items()}
-    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple, set) else value
+        return {in_pythons_types(name): in_pythons_types(item) for name, item in value.items()}
+    return type(value)(map(in_pythons_types, value)) if type(value) in (list, tuple, set) else value
 
 
 def _name_in_json(key: Any) -> str:
+    """The name that a key of a dict is in JSON. TypeError for one that marks something: a name cannot be hidden."""
     if isinstance(key, str):
         return key
+    if marks_of(type(key)):
+        raise TypeError(f"a {type(key).__module__}.{type(key).__qualname__} marks something, and is no name in JSON")
+    if isinstance(key, tuple):
+        for part in key:
+            _name_in_json(part)
     name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
     return name
 
 
 _NO_FORM = object()
+_UNKNOWN = f"unknown {secrets.token_hex(16)}"  # what pydantic writes for an object that it does not know
 _PLAIN = (str, bool, int, float)
 
 
 def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> tuple[Any, Any]:
-    """What pydantic makes of a value in Python's types, and in JSON's: null for what it does not know, and `_NO_FORM`
-    where it cannot."""
+    """What pydantic makes of a value in Python's types, and in JSON's: `_UNKNOWN` for what it does not know, and
+    `_NO_FORM` where it cannot."""
     form: Any = _NO_FORM
     with suppress(ValueError):  # bytes that are no text
-        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: None))
-    return dump(by_alias=True, warnings=False), form
+        form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: _UNKNOWN))
+    try:
+        return dump(by_alias=True, warnings=False), form
+    except TypeError:  # a set of frozen models, of which pydantic would make a set of dicts
+        if form is _NO_FORM or _holds_unknown(form):
+            raise
+        return form, form
+
+
+def _holds_unknown(form: Any) -> bool:
+    return _UNKNOWN in to_json(form).decode()
 
 
 def _is_written(value: Any, form: Any) -> bool:
     """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
-    not the null of what it does not know. The parts of a container are looked at one by one."""
-    if isinstance(value, (*_BYTES, Set)) or (isinstance(value, Mapping) and isinstance(form, dict)):
+    not of what it does not know. The parts of a container are looked at one by one, unless its author writes it in
+    another form."""
+    if isinstance(value, _BYTES) or form == _UNKNOWN:
         return False
-    if isinstance(value, Sequence) and isinstance(form, list):
-        return len(form) != len(value)
-    return form is not None or isinstance(value, float)
+    if isinstance(value, Set):  # which is in no order
+        return not (holds_bytes(value) or _holds_unknown(form))
+    if isinstance(value, Mapping) and isinstance(form, dict):
+        names = {*map(_name_in_json, value)}
+        # To pydantic, a key that is a RootModel is the text "root='a'".
+        return form.keys() not in (names, {f"root={name!r}" for name in names})
+    return not (is_array(value) and isinstance(form, list) and len(form) == len(value))
 
 
 def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the root", form: Any = _NO_FORM) -> Any:
@@ -183,6 +209,10 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if isinstance(value, BaseModel):
         check_values(value, place.removeprefix("the root"))
         value, form = dumped(value.model_dump, value.model_dump_json)
+    elif is_pydantic_dataclass(type(value)):
+        check_values(value, place.removeprefix("the root"))
+        adapter = TypeAdapter[Any](type(value))
+        value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
     types = {name for schema in schemas for name in types_of(schema)}
     if type(value) in (int, float) and "number" not in types and any(each.get("format") == DECIMAL for each in schemas):
         return str(value)  # where a Decimal was meant
@@ -193,9 +223,16 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             return pandas.isoformat()
     is_base64 = any(each.get("format") == BASE64 for each in schemas)
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
+        if isinstance(form, dict | list) and _holds_unknown(form):
+            raise TypeError(f"nothing says what the serializer gives at {place}")
         return form
     if isinstance(value, Decimal) and value.is_finite():
-        value = float(value) if types & {"number", "integer"} and "string" not in types else str(value)
+        if "string" in types or not types & {"number", "integer"}:
+            value = str(value)
+        elif "number" not in types and value == value.to_integral_value():
+            value = int(value)
+        else:
+            value = float(value)
     value = _unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
@@ -288,6 +325,16 @@ def check_values(value: Any, place: str = "", allows_nan: bool = False) -> None:
             check_values(item, f"{place}.{name}", allows_nan)
 
 
+def marks_default(nodes: Iterable[JSONObject]) -> bool:
+    """Whether a default in core schemas holds something marked: pydantic's JSON schema quotes what it can write."""
+    for default in [node["default"] for node in nodes if "default" in node]:
+        with suppress(Exception):  # it may be any object
+            to_json(default)
+            if marks_in(default):
+                return True
+    return False
+
+
 _DEPTH_MAX = 3  # of objects in objects that nothing describes
 
 
@@ -320,7 +367,8 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     if isinstance(value, BaseModel) or _is_dataclass(value):
         written = how_written(type(value))
         for name, part in parts.items():
-            if part and (written.is_rewritten or name in written.rewritten):
+            is_marked = part or any(map(marks_sensitive, part_schemas([*in_place(own)], name)))
+            if is_marked and (written.is_rewritten or name in written.rewritten):
                 parts[name] = {"x-sensitive": True}
         if written.is_rewritten and (own or any(parts.values())):
             others = {"x-sensitive": True}  # of a list, which its author may make of it

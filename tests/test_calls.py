@@ -36,6 +36,7 @@ from support import (
     ask,
     asking,
     calls,
+    failure,
     guarded,
     hosted,
     keeping_little,
@@ -479,6 +480,8 @@ async def test_a_calls_trace_is_its_clients_and_is_logged(caplog: Caplog) -> Non
             assert (trace_id == TRACE) == (traceparent not in not_followed)
             assert len(trace_id) == 32
             assert re.search(rf"Tool call ended: trace, [\d.]+ ms, trace {trace_id}", caplog.text)
+            failure(await client.call_tool("unknown", meta=meta))
+            assert (TRACE in caplog.messages[-1]) == (trace_id == TRACE)
 
 
 # ---- What is left ----

@@ -112,14 +112,14 @@ async def use(shelf: Shelf, client: Client, turns: int) -> None:
 async def test_answers_are_right_while_threads_replace_modules(caplog: pytest.LogCaptureFixture) -> None:
     """Two clients of each era list, call and read; one of each only listens, and lists when it is told to."""
     with Shelf(4) as shelf, serving(shelf.registry) as url:
-        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(40):
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(55):
             users, listeners = [], []
             for mode in ERAS:
                 listeners.append(await stack.enter_async_context(followed(None, mode, url=url)))
                 for _ in range(2):
                     client = client_of(url, mode)
                     users.append(await stack.enter_async_context(client))
-            await asyncio.gather(*(use(shelf, client, 6) for client in users))
+            await asyncio.gather(*(use(shelf, client, 3) for client in users))
             assert min(shelf.newest.values()) > 20, "too little has changed to prove anything"
             await asyncio.to_thread(shelf.stop)
             expected = {name: f"edition {number}" for name, number in shelf.newest.items()}

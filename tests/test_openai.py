@@ -387,6 +387,7 @@ DROPPED: dict[str, tuple[Any, ...]] = {
     ),
     # Branches that a constant, a list of them, or what is required tell apart, and a name that the union itself has.
     "const tells": ({"anyOf": [of(k={"const": 1}, x=MAYBE_INTEGER), ANY_K]}, K_ALONE),
+    "part tells": ({"anyOf": [{"allOf": [of(k={"const": 1}), of(k={}, x=MAYBE_INTEGER)]}, ANY_K]}, K_ALONE),
     "enum tells": ({"anyOf": [of(k={"enum": [1]}, x=MAYBE_INTEGER), ANY_K]}, K_ALONE),
     "required tells": (
         {"anyOf": [of(k=STRING, x=MAYBE_INTEGER) | {"required": ["k"]}, of(k=STRING, x=INTEGER)]},

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -35,6 +35,7 @@ from pydantic import (
     field_serializer,
     model_validator,
 )
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from support import (
     REDACTED,
     Array,
@@ -321,9 +322,10 @@ def test_a_decimal_is_what_its_schema_says() -> None:
     assert sent(gives(None, output_schema=Offer), offered) == {"price": 1.5, "note": 2.5, "exact": "3.50"}
     properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}}
     properties["note"] = {"type": ["number", "string"]}
+    properties["sum"] = {"type": ["integer", "null"]}
     module = gives(None, output_schema={"type": "object", "properties": properties})
-    given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0")}
-    assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0"}
+    given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0"), "sum": Decimal(2**63 + 1)}
+    assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0", "sum": 2**63 + 1}
 
 
 def test_a_default_costs_nothing_of_the_promise() -> None:
@@ -582,6 +584,36 @@ class Shortened(BaseModel):
     more: Any = None
 
 
+class Student(BaseModel):
+    courses: set[str]
+    iban: str = "DE02"
+    home: dict[str, str] = {"town": "Rome", "street": "Via Appia 1"}
+    more: Any = None
+
+    @field_serializer("courses", when_used="json")
+    def in_order(self, courses: set[str]) -> list[str]:
+        return sorted(courses)
+
+    @field_serializer("iban", when_used="json")
+    def hidden(self, iban: str) -> Any:
+        return None
+
+    @field_serializer("home", when_used="json")
+    def in_short(self, home: dict[str, str]) -> Any:
+        return {"in": home["town"], "at": "home"}
+
+
+class Tag(BaseModel, frozen=True):
+    name: str
+
+
+@pydantic_dataclass
+class Wine:
+    name: str
+    cost: int = Field(2, exclude=True)
+    year: int = Field(2000, serialization_alias="vintage")
+
+
 class Coded(BaseModel):
     code: Base64Bytes
     more: Any = None
@@ -590,6 +622,9 @@ class Coded(BaseModel):
 class CodedAt(BaseModel):
     code: Base64Bytes
     at: date
+
+
+class Sid(RootModel[str], frozen=True): ...
 
 
 class Right(enum.IntFlag):
@@ -611,6 +646,8 @@ class Averaged(BaseModel):
         return NAN
 
 
+COURSES = {f"c{number}" for number in range(9)}
+STUDENT = {"courses": sorted(COURSES), "iban": None, "home": {"in": "Rome", "at": "home"}, "more": None}
 ONE = Decimal("1.1")
 NAN = float("nan")
 ARRAY = Array([1, 2])
@@ -635,8 +672,16 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (Days, Days([date(2026, 2, 3)]), {"result": ["2026-02-03"]}),
     (DaysByName, DaysByName({"a": date(2026, 2, 3)}), {"a": "2026-02-03"}),
     (Right, Right.READ | Right.WRITE, {"result": 3}),
+    (Iterable[Any], [ONE, {"a": 1}], {"result": ["1.1", {"a": 1}]}),
+    (dict[Sid, int], {Sid("a"): 1}, {"a": 1}),
     (Shortened, Shortened(top=[3, 2, 1]), {"top": [3, 2], "more": None}),
     (list[dict[str, Any]], [{"n": 1, "at": date(2026, 2, 3)}], {"result": [{"n": 1, "at": "2026-02-03"}]}),
+    (Student, Student(courses=COURSES), STUDENT),
+    (Any, [Student(courses=COURSES)], {"result": [STUDENT]}),
+    (Student, Student(courses={"a"}, more={b"?>~"}), {**STUDENT, "courses": ["a"], "more": ["Pz5+"]}),
+    (dict, {"a": Wine("Nero")}, {"a": {"name": "Nero", "vintage": 2000}}),
+    (Any, {Tag(name="a")}, {"result": [{"name": "a"}]}),
+    (dict[str, Any], {"a": {Tag(name="a")}}, {"a": [{"name": "a"}]}),
 ]
 """A hint, what a function returns by it, and what is sent."""
 
@@ -707,6 +752,10 @@ class Kitchen(BaseModel):
     when: date = date(2026, 2, 3)
 
 
+class Shelf(BaseModel):
+    metadata: Oven  # a name that core schemas have for something else
+
+
 class Stay(TypedDict):
     nights: Annotated[int, Field(ge=1)]
 
@@ -747,6 +796,7 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Annotated[Oven, AfterValidator(lambda oven: pytest.fail("checked again"))], OVEN, {"result": HOT}),
     (dict[str, list[Kitchen]], {"a": [{"oven": OVEN}]}, {"a": [{"oven": HOT, "when": DAY}]}),
     (list[Kitchen], [{"oven": OVEN, "when": DAY}], {"result": [{"oven": HOT, "when": DAY}]}),
+    (list[Shelf], [{"metadata": OVEN}], {"result": [{"metadata": HOT}]}),
     (Trip, trip(day=DAY), {"result": TRIP}),
     (Trip, trip(price=3), {"result": {**TRIP, "price": "3"}}),
     (Trip, trip(stops=("Rome",)), {"result": {**TRIP, "stops": ["Rome"]}}),
@@ -759,6 +809,16 @@ def test_an_instance_is_sent_as_it_is(hint: Any, value: Any, written: Any) -> No
     """By the serializers of its hint; and it is not made anew."""
     for _ in range(2):
         assert by_hint(hint, value) == written
+
+
+def test_a_serializer_that_gives_an_object_is_an_error() -> None:
+    for value in ([1], {"a": 1}):
+        hint = Annotated[Any, PlainSerializer(lambda _: [object(), 1], when_used="json")]
+        assert "nothing says what" in refused(hint, value).message
+
+
+def test_what_an_iterator_gives_is_sent_as_it_is() -> None:
+    assert by_hint(list[Oven], iter([OVEN])) == {"result": [HOT]}
 
 
 def test_an_instance_of_a_class_is_sent_as_it_is() -> None:

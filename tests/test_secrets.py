@@ -26,6 +26,7 @@ from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, M
 from apcore.approval import AlwaysDenyHandler
 from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
+from apcore.middleware.logging import LoggingMiddleware
 from apcore.module import ModuleExample
 from apcore.pipeline import BaseStep, ExecutionStrategy, PipelineContext, StepResult
 from apcore.schema.loader import SchemaLoader
@@ -70,6 +71,7 @@ from support import (
     of,
     returning,
     sent,
+    success_text,
     tool_of,
 )
 from typing_extensions import TypedDict
@@ -462,6 +464,7 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "one_place_of_a_tuple": (of(pair=PAIR), {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}),
     "some_names": (PATTERN, dict.fromkeys(NAMES, 918273645), REDACTED),
     "beside_a_pattern": ({**of(p=SECRET), "patternProperties": {"^x": {}}}, {"p": 1, "x": 2}, {"p": REDACTED, "x": 2}),
+    "a_text_beside_an_object": (of(p={"anyOf": [of(pin=SECRET), STRING]}), {"p": "a"}, {"p": "a"}),
     "nothing": (of(p=sensitive(type=["string", "null"])), {"p": None}, {"p": None}),
     "definition_elsewhere": (
         {**of(pin={"$ref": "#/components/Pin"}), "components": {"Pin": SECRET_NUMBER}},
@@ -625,7 +628,11 @@ class Computed(BaseModel):
         return [PATIENT]
 
 
-PATIENT, PRIVATE = Patient(), Private()
+class Frozen(Private):
+    model_config = ConfigDict(frozen=True)
+
+
+PATIENT, PRIVATE, FROZEN = Patient(), Private(), Frozen()
 HELD: dict[str, Any] = {
     "itself": PATIENT,
     "in_a_list": [PATIENT, {"ssn": "kept"}],
@@ -651,6 +658,13 @@ class Openly(BaseModel):
 
 class Dumped(BaseModel):
     held: Annotated[list[Any], PlainSerializer(lambda held: [{"a": each.name, "b": each.ssn} for each in held[::-1]])]
+
+
+Pins = Annotated[list[Annotated[str, MARKED]], PlainSerializer(lambda pins: " ".join(pins))]
+
+
+class Counted(BaseModel):
+    pins: Pins = [SECRET_TEXT]
 
 
 class Listed(BaseModel):
@@ -763,6 +777,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "extra": (dict[str, Openly], {"a": Openly(held=PATIENT)}),
     "untyped_serializer": (list[Dumped], [Dumped(held=[PRIVATE])]),
     "serializer_of_any": (Annotated[Any, PlainSerializer(lambda held: [held.ssn], return_type=Any)], PRIVATE),
+    "untyped_serializer_of_marked_items": (Counted, Counted()),
     "untyped_annotation": (Annotated[list[Any], PlainSerializer(lambda held: held[::-1])], [1, PATIENT]),
     "untyped_model_serializer": (Any, [Listed(held=PATIENT)]),
     "serializer_in_a_dict": (dict[str, Annotated[Any, PlainSerializer(lambda held: [held.ssn])]], {"a": PRIVATE}),
@@ -778,6 +793,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
     "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),  # type: ignore
     "subclass": (list[Public], [PRIVATE]),
+    "subclass_of_a_generator": (typing.Iterable[Public], [PRIVATE]),
     "another_schema": (Annotated[Patient, WithJsonSchema({"type": "object"})], PATIENT),
     "circular": (Any, [Tree()]),
     "enum": (Any, [Kind.PATIENT]),
@@ -812,12 +828,35 @@ def test_what_a_model_marks_is_hidden_wherever_it_stands(name: str) -> None:
         assert [("Ann" in text, REDACTED in text) for text in texts] == [(True, True)] * 4
 
 
+def test_what_a_serializer_makes_of_marked_items_is_hidden() -> None:
+    for hint, value in ((Pins, [SECRET_TEXT]), (dict[str, Pins], {"a": [SECRET_TEXT]})):
+        assert SECRET_TEXT not in json.dumps(shown(returning(hint, value), value))
+
+
+async def test_beside_what_middleware_adds_all_marks_hold() -> None:
+    class Adding(Middleware):
+        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+            return {"data": output, "by": PRIVATE}
+
+    modules = {"a.patient": returning(Patient, PATIENT)}
+    async with connect(Executor(registry_of(modules), middlewares=[Adding()])) as client:
+        assert SECRET_TEXT not in success_text(await client.call_tool("a.patient", {}))
+
+
 def test_where_nothing_is_known_to_stand_all_marks_hold() -> None:
     """An author's function may have put it there."""
     patient, hidden = {"socialNumber": SECRET_TEXT, "name": "Ann"}, {"socialNumber": REDACTED, "name": "Ann"}
     assert redact([{}, patient], marks_in([PATIENT])) == [{}, hidden]
     assert redact({"b": patient}, marks_in({"a": PATIENT})) == {"b": hidden}
-    assert redact({"a": {"b": 1}}, {"properties": {"a": {"items": MARK}}}) == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("part", [{"a": {"pin": 1}}, [{"pin": 1}], {"pins": [{"pin": 1}]}])
+@pytest.mark.parametrize("expected", [PIN, {"items": PIN}, {"prefixItems": [PIN]}, {"additionalProperties": PIN}])
+def test_in_the_place_of_something_else_nothing_marked_is_shown(part: Any, expected: Any) -> None:
+    """A module's own example may have a list for an object, and middleware that pages an object for a list."""
+    marks = {"properties": {"part": expected}}
+    assert json.dumps(redact({"part": part}, marks)).count(": 1") == 0
+    assert redact({"part": part}, {"properties": {"part": {}, "other": expected}}) == {"part": part}
 
 
 async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
@@ -896,6 +935,7 @@ class MarkedNumber(Numbered):
 OTHER_HINTS: list[tuple[Any, Any]] = [
     (dict[str, str], PATIENT),
     (list[dict[str, str]], [PATIENT]),
+    (list[dict[str, str]], iter([PATIENT])),
     (Person, PATIENT),
     (list[Person], [PATIENT]),
     (dict[str, Person], {"a": PATIENT}),
@@ -909,6 +949,38 @@ def test_a_marked_model_fits_no_other_hint(hint: Any, value: Any) -> None:
     with pytest.raises(ModuleError) as caught:
         sent(returning(hint, value), value)
     assert SECRET_TEXT not in f"{caught.value} {caught.value.details}"
+
+
+@pytest.mark.parametrize("key", [FROZEN, ("a", FROZEN), Visit(SECRET_TEXT, None)], ids=["model", "tuple", "named"])
+def test_no_model_is_a_name(key: Any) -> None:
+    """Its text would be its `__repr__`."""
+    for hint in (Any, dict, dict[str, Any]):
+        with pytest.raises(ModuleError, match="is no name in JSON"):
+            sent(returning(hint, {"a": {key: 1}}), {"a": {key: 1}})
+
+
+class Job(BaseModel):
+    public: Public = PRIVATE
+    listed: list[Any] = [PRIVATE]
+    count: int = 1
+    anything: Any = logging.getLogger("which pydantic cannot write")
+
+
+@pytest.mark.parametrize("redacts", [True, False])
+def test_a_default_that_marks_something_is_not_listed(redacts: bool) -> None:
+    """Its class is another than the hint's."""
+    definition = tool_of(gives({}, input_schema=Job, output_schema=Job), redact_output=redacts).definition("portable")
+    assert SECRET_TEXT not in json.dumps(definition)
+    assert definition["inputSchema"]["properties"]["count"]["type"] == "integer"
+
+
+async def test_a_result_that_is_hidden_as_a_whole_is_an_object() -> None:
+    class Sealed(BaseModel):
+        model_config = ConfigDict(json_schema_extra=MARK)
+        pin: str = SECRET_TEXT
+
+    async with connect({"a.sealed": gives(Sealed())}) as client:
+        assert json.loads(success_text(await client.call_tool("a.sealed", {}))) == {"result": REDACTED}
 
 
 class Masking(BaseModel):
@@ -940,3 +1012,19 @@ async def test_apcores_log_shows_no_marked_value(caplog: Caplog) -> None:
     lines = [record.getMessage() for record in caplog.records if record.name == "apcore.schema.hardening"]
     assert [("no uuid" in line) for line in lines] == [False, True]
     assert SECRET_TEXT not in caplog.text
+
+
+async def test_apcores_log_shows_none_beside_its_text(caplog: Caplog) -> None:
+    """Where a formatter of JSON would write it."""
+
+    def refuse(inputs: dict[str, Any], context: Context) -> NoReturn:
+        raise InvalidInputError(f"{inputs} is wrong")
+
+    by_name = {"type": "object", "additionalProperties": SECRETIVE}
+    modules = {"a.refusal": FunctionalModule(refuse, input_schema=of(by_name=by_name))}
+    caplog.set_level(logging.DEBUG, logger="apcore")
+    async with connect(Executor(registry_of(modules), middlewares=[LoggingMiddleware()])) as client:
+        failure(await client.call_tool("a.refusal", {"by_name": {"a": {"token": SECRET_TEXT}}}))
+    records = [vars(record) for record in caplog.records if record.name == "apcore.middleware.logging"]
+    assert "error" in records[-1]
+    assert [record for record in records if SECRET_TEXT in str(record)] == []

@@ -710,6 +710,23 @@ async def test_metrics_count_the_calls_of_each_module() -> None:
     assert {SUCCESS + "2", FAILURE + "1", duration} <= set(response.text.splitlines())
 
 
+async def test_metrics_count_outcomes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that is told "not ready" is not refused."""
+    monkeypatch.setattr("apcore_mcp.web.THREADS_MAX", 0)
+    registry = registry_of({"t.echo": echo, "t.fail": lambda inputs, context: 1 / 0})
+    async with asgi_client(registry, metrics_collector=True, max_sessions=1) as client:
+        for name in ("t.echo", "t.echo", "t.fail"):
+            await client.post("/mcp", **call(name, {}))
+        answers = [await client.post("/mcp", **HELLO), await client.post("/mcp", **HELLO), await client.get("/ready")]
+        answers += [await client.get("/nowhere"), await client.get("/mcp", headers={"Host": "evil@example.com"})]
+        assert [answer.status_code for answer in answers] == [200, 503, 503, 404, 421]
+        text = (await client.get("/metrics")).text
+    counted = {"sessions": 1, "calls_running": 0, 'calls_total{outcome="ok"}': 2}
+    counted['calls_total{outcome="MODULE_EXECUTE_ERROR"}'] = 1
+    counted |= {f'requests_refused_total{{status="{status}"}}': 1 for status in (503, 404, 421)}
+    assert {f"apcore_mcp_{name} {number}" for name, number in counted.items()} <= {*text.splitlines()}
+
+
 def test_any_object_that_exports_can_be_the_collector() -> None:
     """When it fails, as this one does the second time, nobody is told why."""
     exporter = SimpleNamespace(export_prometheus=["up 1\n"].pop)

@@ -90,7 +90,7 @@ def objects(depth: int = 1) -> st.SearchStrategy[dict[str, Any]]:
 
 @pytest.mark.requirement("FR-SCHEMA-002")
 @pytest.mark.timeout(240)
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=20)
 @given(st.data())
 def test_references_written_out_mean_the_same(data: st.DataObject) -> None:
     schema = data.draw(documents())

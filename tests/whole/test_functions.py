@@ -15,7 +15,7 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NewType, Self
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, Self, TypeVar
 from uuid import UUID
 
 import httpx
@@ -27,11 +27,23 @@ from apcore.errors import ModuleError, SchemaValidationError
 from apcore.utils.redaction import REDACTED_VALUE
 from conftest import connect, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, RootModel, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    Field,
+    RootModel,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from support import MARK, SECRET_TEXT, Caplog, accept, asking, calls, listed, returning, text_of
 from typing_extensions import TypedDict
 
 from apcore_mcp import async_serve, discover, run_openai_call
+
+T = TypeVar("T")
 
 DAY = date(2026, 2, 3)
 ISO = "2026-02-03"
@@ -454,6 +466,28 @@ class Checked(BaseModel):
     @model_validator(mode="after")
     def _checked(self) -> Self:
         return self
+
+
+class Plant(BaseModel):
+    height: float
+
+    @field_validator("height")
+    @classmethod
+    def grow(cls, height: float) -> float:
+        return height + 1
+
+
+class Bed(BaseModel, Generic[T]):
+    plants: list[T]
+
+
+def planted() -> Bed[Annotated[Plant, Field(title="A plant")]]:
+    return Bed(plants=[Plant(height=1)])  # type: ignore[arg-type]
+
+
+async def test_a_generic_in_a_text_hint_is_sent_as_it_is() -> None:
+    """Of which pydantic makes another class whenever it is evaluated."""
+    assert await answer(registry_of_functions(planted), "planted") == {"plants": [{"height": 2.0}]}
 
 
 SENT = {"name": "a", "day": None, "color": "red"}
