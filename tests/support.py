@@ -416,14 +416,14 @@ def noting() -> tuple[Any, list[tuple[float, float | None, str | None]]]:
     return note, told
 
 
-async def start_call(client: Client, module_id: str) -> asyncio.Task[CallToolResult]:
+async def start_call(client: Client, module_id: str, **arguments: Any) -> asyncio.Task[CallToolResult]:
     """A call of a module that reports progress once it runs."""
     running = asyncio.Event()
 
     async def note(progress: float, total: float | None, message: str | None) -> None:
         running.set()
 
-    call = asyncio.create_task(client.call_tool(module_id, progress_callback=note))
+    call = asyncio.create_task(client.call_tool(module_id, arguments, progress_callback=note))
     await running.wait()
     return call
 
@@ -634,14 +634,18 @@ def gives(output: Any, **attributes: Any) -> FunctionalModule:
     return FunctionalModule(lambda inputs, context: output, **attributes)
 
 
-def returning(hint: Any, value: Any) -> FunctionModule:
-    """A module of a function with this return hint."""
+def returning(hint: Any, value: Any, later: bool = False) -> FunctionModule:
+    """A module of a function with this return hint; one that is awaited, if it gives `value` later."""
 
     def give() -> Any:
         return value
 
-    give.__annotations__["return"] = hint
-    return FunctionModule(give, "a.function")
+    async def give_later() -> Any:
+        return value
+
+    function = give_later if later else give
+    function.__annotations__["return"] = hint
+    return FunctionModule(function, "a.function")
 
 
 def tool_of(module: Any, **options: Any) -> Tool:

@@ -20,7 +20,7 @@ import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.errors import SchemaValidationError
 from conftest import ANYTHING, EXTENSIONS, MODULE, FunctionalModule, RawClient, connect, echo, until
-from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, run, text_of
+from support import REDACTED, Caplog, Monkeypatch, logged, messages_logged, text_of
 
 from apcore_mcp.discovery import Folder, discover
 
@@ -64,7 +64,8 @@ def annotated(annotations: str, more: str = "") -> str:
 
 def bound(module_id: str, target: str, **more: Any) -> str:
     """A file that binds one function: YAML reads JSON."""
-    return json.dumps({"spec_version": "1.0", "bindings": [{"module_id": module_id, "target": target, **more}]})
+    entry = {"module_id": module_id, "target": target, **more}
+    return json.dumps({"spec_version": "1.0", "bindings": [entry]}, ensure_ascii=False)
 
 
 def write(path: Path, files: dict[str, str]) -> None:
@@ -523,23 +524,20 @@ def test_a_bad_entry_leaves_out_itself_by_its_id(tmp_path: Path) -> None:
         assert words in line
 
 
-def test_yaml_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """And its dates are texts, as JSON has no others."""
-    entry = "{module_id: m.count, target: '_clinic:count', description: \u4e88\u7d04, output_schema: {}, "
+def test_dates_in_yaml_are_texts(tmp_path: Path) -> None:
+    """As JSON has no others."""
+    entry = "{module_id: m.count, target: '_clinic:count', output_schema: {}, "
     entry += "input_schema: {properties: {n: {enum: [2026-01-31], default: 2026-01-31}}}}"
     files = {
         "_clinic.py": CLINIC,
         "say.py": a_class(),
-        "say_meta.yaml": "description: \u4e88\u7d04\nx-since: 2026-01-31\n",
+        "say_meta.yaml": "x-since: 2026-01-31\n",
         "local.binding.yaml": f"bindings:\n- {entry}\n",
     }
     folder = load(tmp_path, files)
     dated = {"enum": ["2026-01-31"], "default": "2026-01-31"}
     assert folder.get_definition("m.count").input_schema == {"properties": {"n": dated}}
-    assert folder.get_definition("say").metadata == {"description": "\u4e88\u7d04", "x-since": "2026-01-31"}
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    ended = run("--extensions-dir", str(tmp_path), "--export", "openai", env=ascii_only)
-    assert [tool["function"]["description"] for tool in json.loads(ended.stdout)] == ["\u4e88\u7d04"] * 2
+    assert folder.get_definition("say").metadata == {"x-since": "2026-01-31"}
 
 
 def test_a_binding_never_gets_the_function_of_another_folder(tmp_path: Path) -> None:
@@ -620,8 +618,7 @@ ONE_TIME = 1_700_000_000_000_000_000
 
 
 def test_files_become_modules_change_and_go(tmp_path: Path, monkeypatch: Monkeypatch) -> None:
-    """Also by two edits of one size within one second, which Python's cache of bytecode cannot tell apart, and by one
-    of another size that leaves the time as it was."""
+    """Also by two edits of one size in one second, and by one that leaves the time as it was."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     folder = load(tmp_path)
     path = tmp_path / "hot" / "ping.py"
@@ -775,26 +772,29 @@ def test_follow_looks_until_it_is_ended(tmp_path: Path, monkeypatch: Monkeypatch
 
 @pytest.mark.requirement("FR-DYNAMIC-001", "FR-DYNAMIC-002", "FR-DYNAMIC-003")
 def test_dynamic_follows_classes_functions_and_bindings(extensions: Path) -> None:
-    """They are taken in, again when they change, and out when they go; an ID may move to another file."""
+    """Taken in, again when they change, and out; an ID may move to another file. YAML is UTF-8, whatever the locale."""
     write(extensions, {"forms.py": FUNCTIONS, "_bound.py": "def negate(a: int) -> int:\n    return -a\n"})
     arguments = [sys.executable, "-m", "apcore_mcp", "--extensions-dir", str(extensions), "--dynamic"]
-    expected = {"hand.write": ["public", "new"], "m.negate": ["new"], "maths.add": []}
-    with RawClient(arguments) as client:
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    expected = {"hand.write": ("\u4e88\u7d04", ["public", "new"]), "m.negate": ("\u4e88\u7d04", ["new"])}
+    expected["maths.add"] = ("Add", [])
+    with RawClient(arguments, env=ascii_only) as client:
         client.initialize()
         shutil.rmtree(extensions / "voice")
         (extensions / "forms.py").unlink()
         files = {
             "about.py": FUNCTION.format("maths.add", "Add"),
             "broken.binding.yaml": "bindings: [unclosed",
-            "hand.binding.yaml": bound("m.negate", "_bound:negate", tags=["new"]),
+            "hand.binding.yaml": bound("m.negate", "_bound:negate", tags=["new"], description="\u4e88\u7d04"),
             "hand/write.py": MODULE.format(tag="new"),
+            "hand/write_meta.yaml": "description: \u4e88\u7d04",
         }
         write(extensions, files)
-        told: dict[str, list[str]] = {}
+        told: dict[str, tuple[str, list[str]]] = {}
         while told != expected:
             assert client.receive()["method"].endswith("list_changed")
             tools = client.request("tools/list")["result"]["tools"]
-            told = {tool["name"]: tool["_meta"]["apcore/tags"] for tool in tools}
+            told = {tool["name"]: (tool["description"], tool["_meta"]["apcore/tags"]) for tool in tools}
         status, stderr = client.end()
     assert status == 0
     assert b"broken.binding.yaml is left out" in stderr

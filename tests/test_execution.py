@@ -21,20 +21,10 @@ from apcore.builtin_steps import BuiltinInputValidation, BuiltinModuleLookup, Bu
 from apcore.pipeline import BaseStep, PipelineContext, StepResult
 from apcore.schema import SchemaLoader
 from apcore.utils.redaction import REDACTED_VALUE
-from conftest import (
-    HANDSHAKE,
-    MODERN,
-    Clock,
-    FunctionalModule,
-    client_of,
-    connect,
-    echo,
-    hosting,
-    registry_of,
-    with_clock,
-)
+from conftest import Clock, FunctionalModule, client_of, connect, echo, hosting, registry_of
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from support import (
+    ERAS,
     MARK,
     MARKED,
     SCHEMA,
@@ -43,6 +33,7 @@ from support import (
     WITHOUT_LIMIT,
     Caplog,
     Gate,
+    Monkeypatch,
     StreamingModule,
     Wire,
     accept,
@@ -54,6 +45,7 @@ from support import (
     is_set_in_time,
     noting,
     of,
+    on_clock,
     parsed,
     stage,
     start_call,
@@ -207,7 +199,8 @@ async def test_nothing_is_kept_of_a_module_that_is_gone() -> None:
             gc.collect()
 
 
-def test_a_server_that_ends_cancels_after_the_grace_period(caplog: Caplog) -> None:
+@on_clock
+async def test_a_server_that_ends_cancels_after_the_grace_period(clock: Clock, caplog: Caplog) -> None:
     records: queue.Queue[list[Any]] = queue.Queue()
     modules = ["wait", "wait_streaming", "watch_token"]
 
@@ -217,29 +210,25 @@ def test_a_server_that_ends_cancels_after_the_grace_period(caplog: Caplog) -> No
         finally:
             records.put(["parked", context.cancel_token])
 
-    async def story(clock: Clock) -> None:
-        registry = stage(records)
-        registry.register("parked", FunctionalModule(parked))
-        server = async_serve(Executor(registry, config=WITHOUT_LIMIT))
-        async with hosting(await server.__aenter__()) as url, contextlib.AsyncExitStack() as stack:
-            calls = []
-            for mode in (HANDSHAKE, MODERN):
-                client = client_of(url, mode, **asking(accept())[0])
-                await stack.enter_async_context(client)
-                calls += [await start_call(client, module_id) for module_id in modules]
-            await Wire(client).question("parked")
-            ending = asyncio.create_task(server.__aexit__(None, None, None))
-            await clock.put_forward(4)
-            assert records.empty()
-            await clock.put_forward(2)
-            told = [await asyncio.to_thread(records.get, timeout=10) for _ in [*calls, "parked"]]
-            assert sorted(name for name, _ in told) == sorted([*modules * 2, "parked"])
-            assert all(is_set_in_time(token) for _, token in told)
-            await ending
-            for call in calls:
-                await cancel_call(call)
-
-    with_clock(story)
+    registry = stage(records)
+    registry.register("parked", FunctionalModule(parked))
+    server = async_serve(Executor(registry, config=WITHOUT_LIMIT))
+    async with hosting(await server.__aenter__()) as url, contextlib.AsyncExitStack() as stack:
+        calls = []
+        for mode in ERAS:
+            client = await stack.enter_async_context(client_of(url, mode, **asking(accept())[0]))
+            calls += [await start_call(client, module_id) for module_id in modules]
+        await Wire(client).question("parked")
+        ending = asyncio.create_task(server.__aexit__(None, None, None))
+        await clock.put_forward(4)
+        assert records.empty()
+        await clock.put_forward(2)
+        told = [await asyncio.to_thread(records.get, timeout=10) for _ in [*calls, "parked"]]
+        assert sorted(name for name, _ in told) == sorted([*modules * 2, "parked"])
+        assert all(is_set_in_time(token) for _, token in told)
+        await ending
+        for call in calls:
+            await cancel_call(call)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []  # no traceback
 
 
@@ -540,7 +529,7 @@ async def test_an_executor_is_as_it_was_after_its_servers() -> None:
     assert executor.validate("echo", {"n": 1}).valid
 
 
-async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_look_up_of_apcores_is_as_right(monkeypatch: Monkeypatch) -> None:
     """As if it had renamed what is not public: `_registry`."""
     execute = BuiltinModuleLookup.execute
 
@@ -557,7 +546,7 @@ async def test_another_look_up_of_apcores_is_as_right(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", [BuiltinModuleLookup, BuiltinInputValidation, BuiltinOutputValidation])
-async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_wants_the_model_itself_gets_it(step: Any, monkeypatch: Monkeypatch) -> None:
     execute = step.execute
 
     async def execute_on_the_class(self: Any, ctx: PipelineContext) -> StepResult:

@@ -1,6 +1,4 @@
-"""From `tools/call` to the Executor and back: parked calls by hand on the wire of 2026-07-28, streams, and what
-cannot be called (FR-EXEC-007, FR-STREAM-001, FR-ERROR-001).
-"""
+"""From `tools/call` to the Executor and back (FR-EXEC-007, FR-STREAM-001, FR-ERROR-001)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,7 @@ from mcp import MCPError
 from mcp_types import ElicitResult, ListRootsResult
 from support import (
     INTEGER,
-    MARK,
-    REDACTED,
     SCHEMA,
-    STRING,
     WITHOUT_LIMIT,
     Caplog,
     StreamingModule,
@@ -45,8 +40,6 @@ from support import (
 from apcore_mcp import elicit, report_progress
 from apcore_mcp.client import NO_CLIENT
 from apcore_mcp.conversation import Conversation, WaitingRoom
-
-# ---- Only listed tools ----
 
 
 @pytest.mark.requirement("FR-ERROR-001")
@@ -154,17 +147,6 @@ async def test_without_token_or_annotation_nothing_streams() -> None:
     assert told == []
 
 
-async def test_marked_fields_of_chunks_are_hidden() -> None:
-    note, told = noting()
-    schema = of(user=of(pin={**STRING, **MARK}), n=INTEGER)
-    async with connect({"s": StreamingModule([{"n": 1}, {"user": {"pin": "7"}}], output_schema=schema)}) as client:
-        result = await client.call_tool("s", progress_callback=note)
-    hidden = {"pin": REDACTED}
-    assert [json.loads(message or "") for _, _, message in told] == [{"n": 1}, {"user": hidden}]
-    # Where something is hidden, nothing is promised of results.
-    assert (json.loads(text_of(result)), result.structured_content) == ({"n": 1, "user": hidden}, None)
-
-
 def asking_module(ended: threading.Event | None = None, schema: Any = SCHEMA) -> Any:
     """A module that asks for a name, tells what it was given, and sets `ended`."""
 
@@ -177,11 +159,6 @@ def asking_module(ended: threading.Event | None = None, schema: Any = SCHEMA) ->
                 ended.set()
 
     return ask
-
-
-async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-    first = await elicit(context, "first", SCHEMA, key="name")
-    return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
 
 
 # ---- The wire of 2026-07-28, by hand ----
@@ -392,6 +369,10 @@ async def test_a_call_is_resumed_though_its_tool_has_gone() -> None:
 
 
 async def test_a_client_that_cannot_ask_is_asked_nothing() -> None:
+    async def rounds(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        first = await elicit(context, "first", SCHEMA, key="name")
+        return {"first": first, "second": await elicit(context, "second", SCHEMA, key="again")}
+
     with serving(registry_of({"rounds": rounds})) as url:
         able = client_of(url, **asking(accept())[0])
         async with able, client_of(url) as unable, asyncio.timeout(20):

@@ -1,7 +1,4 @@
-"""A module's schemas as its clients see them: self-contained, meaning the same, and no bad one hurts another.
-
-Demanded by FR-SCHEMA-001 to -006 and NFR-REL-002.
-"""
+"""A module's schemas as its clients see them: self-contained, and none hurts another (FR-SCHEMA-*, NFR-REL-002)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import pytest
 from apcore.decorator import FunctionModule
 from conftest import FunctionalModule, connect, echo, registry_of
 from generated import QUICK, models, mutations
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ConfigDict, Field
@@ -202,8 +199,6 @@ LOOP["properties"] = {"p": LOOP}
 CHAIN = chain(32)
 AGAIN = {"properties": {**CHAIN["properties"], "again": {"$ref": "#/$defs/In"}}}
 DEEPER = {**CHAIN, **AGAIN, "$defs": {**CHAIN["$defs"], "In": one({"$ref": "#/$defs/D1"})}}
-WIDER = {f"p{n}": {"$ref": "#/$defs/Big"} for n in range(51)}
-BIG = {"Big": {"properties": {f"p{n}": {} for n in range(1_000)}}}
 BOMB = {f"L{i}": {"properties": {key: {"$ref": f"#/$defs/L{i + 1}"} for key in "ab"}} for i in range(30)}
 CIRCULAR = {**of(p=TO_A, key=MARK), **CYCLE}
 LIST = {"$defs": {"A": {"type": "array", "items": TO_A}}}
@@ -216,7 +211,6 @@ REFUSED = {
     "elsewhere": (one({"$ref": "https://example.com/schemas/Far"}), "Far"),
     "33-references-deep": (chain(33), "32"),
     "33-references-deep-where-it-is-used-again": (DEEPER, "32"),
-    "1001-schemas-51-times": ({**of(**WIDER), "$defs": BIG}, "50000 nodes"),
     "50001-schemas": (of(*(f"p{n}" for n in range(50_000))), "50000 nodes"),
     # Written out these are a thousand million schemas: whoever tries will not come back.
     "bomb": (one({"$ref": "#/$defs/L0"}, **{"$defs": {**BOMB, "L30": STRING}}), "50000 nodes"),
@@ -272,7 +266,7 @@ def test_a_module_with_an_illegal_schema_is_left_out_by_name(caplog: Caplog) -> 
     [(math.inf, None), ([math.nan], None), (object(), None), (datetime.date(2026, 1, 2), "2026-01-02"), ((1,), [1])]
     + [(text, text) for text in ("x,NaN", "see [Infinity", ':-Infinity "x-sensitive":true')],
 )
-def test_a_default_that_json_cannot_say_is_dropped_and_not_the_module(default: Any, kept: Any) -> None:
+def test_a_default_that_json_cannot_say_is_dropped(default: Any, kept: Any) -> None:
     field = {"title": "D", "description": f"Such as {kept}"}
     schema = one({**field, "default": default, "examples": [default]})
     said = field if kept is None else {**field, "default": kept, "examples": [kept]}
@@ -290,7 +284,7 @@ def test_a_schema_that_holds_itself_costs_its_module_alone() -> None:
 
 
 @pytest.mark.requirement("FR-SCHEMA-001", "FR-SCHEMA-004")
-async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> None:
+async def test_the_served_list_has_the_schemas_of_openais() -> None:
     """FR-SCHEMA-004: `parameters` is identical to MCP's `inputSchema`."""
     declared = [copy.deepcopy(schema) for schema, _ in CONVERTED.values()]
     modules = {f"case.c{n}": FunctionalModule(echo, input_schema=schema) for n, schema in enumerate(declared)}
@@ -302,7 +296,7 @@ async def test_the_served_list_shows_the_same_schemas_as_the_openai_list() -> No
     assert len(tools) == len(CONVERTED)
 
 
-async def test_no_depth_of_nesting_keeps_the_client_from_reading_the_list(mode: str) -> None:
+async def test_no_depth_of_nesting_costs_the_list(mode: str) -> None:
     """Whatever limit there is, a schema at the edge of it must not take the list down at the client's end."""
     modules: dict[str, Any] = {
         f"{side}.m{levels}": FunctionalModule(echo, **{f"{side}_schema": nested(levels)})
@@ -357,7 +351,7 @@ async def test_what_else_a_marked_value_may_be_is_never_listed(schema: dict[str,
 
 
 @pytest.mark.requirement("FR-SCHEMA-005")
-async def test_an_output_schema_is_advertised_when_it_promises_an_object() -> None:
+async def test_an_output_schema_that_promises_an_object_is_listed() -> None:
     declared = {name: copy.deepcopy(schema) for name, (schema, _) in OUTPUTS.items()}
     timed = one(FORMATS["time"])
     modules = {n: FunctionalModule(echo, input_schema=timed, output_schema=schema) for n, schema in declared.items()}
@@ -383,7 +377,7 @@ MATCHING = {"date": "2026-01", "any_case": "AA", "mapped": {"@a": 1, "b": "c"}, 
             "either": "a", "held": "a", "counted": ["a", "b"], "unseen": {"ab": 1}, "tuple": [1, "a"]}  # fmt: skip
 
 
-async def test_an_output_schema_holds_no_pattern_and_still_admits_what_the_module_returns() -> None:
+async def test_an_output_schema_holds_no_pattern() -> None:
     """TypeScript clients compile each of them with the `u` flag when they list, and lose every tool by one failure."""
     declared = of(**PATTERNS) | {"required": [*PATTERNS]}
     assert Draft202012Validator(declared).is_valid(MATCHING)
@@ -536,7 +530,7 @@ def without_titles(schema: Any) -> Any:
     return untitled
 
 
-async def test_titles_that_pydantic_makes_of_names_are_left_out_and_an_authors_own_are_not() -> None:
+async def test_titles_that_pydantic_makes_are_left_out() -> None:
     modules = {
         "t.titled": FunctionalModule(echo, input_schema=Titled, output_schema=Titled),
         "t.plain": FunctionalModule(echo, input_schema=Plain, output_schema=Item),
@@ -553,9 +547,9 @@ async def test_titles_that_pydantic_makes_of_names_are_left_out_and_an_authors_o
 
 
 @pytest.mark.requirement("FR-SCHEMA-006")
-@QUICK
+@settings(QUICK, max_examples=20)
 @given(st.data())
-def test_the_schema_of_a_real_model_accepts_the_same_values_as_before(data: st.DataObject) -> None:
+def test_the_schema_of_a_model_accepts_the_same_values(data: st.DataObject) -> None:
     model, values, _ = data.draw(models(maps=True))
     declared = model.model_json_schema()
     before, after = Draft202012Validator(declared), Draft202012Validator(check(declared))

@@ -1,16 +1,10 @@
-"""`search=True`: two tools in the place of all, one that finds tools and one that calls them.
-
-What is found, and that a call through `call_tool` is the call itself: same result, questions, progress, errors and log,
-in both protocol eras and over every transport. How well the search finds is measured by
-`python -m tests.benchmarks.search`.
-"""
+"""`search=True`: two tools in the place of all, one that finds tools and one that calls them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +17,18 @@ from mcp.client import Client
 from mcp_types import Implementation
 from pydantic import BaseModel, Field
 from support import (
-    DENIED,
     INTEGER,
     SECRET_TEXT,
     SECRETIVE,
     STRING,
-    UNASKED,
+    Caplog,
     StreamingModule,
     Wire,
     accept,
     answer,
     ask,
     asking,
+    cancel_call,
     errors_logged,
     everything_logged,
     failure,
@@ -45,6 +39,7 @@ from support import (
     modern,
     noting,
     stage,
+    start_call,
     success_text,
     text_of,
 )
@@ -87,19 +82,10 @@ async def by_model(source: Any, query: str, **options: Any) -> list[str]:
 # ---- The two tools ----
 
 
-@pytest.mark.parametrize("transport", ["streamable-http", "sse", "stdio"])
-async def test_two_tools_stand_for_all(mode: str, transport: str) -> None:
-    if transport == "stdio":
-        source = program("@tool\ndef echo(inputs, context): return inputs\nserve(registry, search=True)")
-        async with client_of(stdio(source), mode) as client:
-            assert await listed(client) == BOTH
-            assert await find(client, "echo") == ["t.echo"]
-            assert text_of(await client.call_tool("call_tool", {"name": "t.echo", "arguments": {"a": 1}})) == '{"a":1}'
-        return
-    if transport == "sse" and mode == MODERN:
-        pytest.skip("SSE is of the handshake versions")
-    with serving(registry_of(OFFICE), transport=transport, search=True) as url:
-        async with client_of(f"{url}/sse" if transport == "sse" else url, mode) as client:
+@pytest.mark.parametrize(("era", "path"), [(HANDSHAKE, ""), (HANDSHAKE, "/sse"), (MODERN, "")])
+async def test_two_tools_stand_for_all(era: str, path: str) -> None:
+    with serving(registry_of(OFFICE), transport="sse" if path else "streamable-http", search=True) as url:
+        async with client_of(url + path, era) as client:
             search, call = (await client.list_tools()).tools
             assert [search.name, call.name] == BOTH
             assert (search.input_schema["required"], call.input_schema["required"]) == (["query"], ["name"])
@@ -113,30 +99,20 @@ async def test_two_tools_stand_for_all(mode: str, transport: str) -> None:
             assert called.structured_content == direct.structured_content == {"source": "a"}
 
 
-async def test_the_two_names_are_like_any_other_without_the_option(mode: str) -> None:
-    modules = {name: gives({"module": name}) for name in BOTH}
-    async with connect(modules, mode=mode) as client:
-        assert sorted(await listed(client)) == sorted(BOTH)
-        for name in BOTH:
-            assert json.loads(success_text(await client.call_tool(name, {"query": 1}))) == {"module": name}
-    async with connect({"a": echo}, mode=mode) as client:
-        for name in BOTH:
-            failure(await client.call_tool(name, {"query": "a", "name": "a"}), f"Module not found: {name}")
-            sent = {"query": "a", "name": "a"}
-            assert await run_openai_call(registry_of({"a": echo}), name, sent) == f"Module not found: {name}"
-
-
-async def test_call_tool_calls_modules_alone_whatever_their_names(mode: str) -> None:
-    modules = {name: gives({"module": name}) for name in BOTH}
-    async with connect(modules, mode=mode, search=True) as client:
+async def test_the_two_names_may_be_those_of_modules(mode: str) -> None:
+    """Without the option they are like any other, and `call_tool` calls modules alone."""
+    modules, sent = {name: gives({"module": name}) for name in BOTH}, {"query": "a", "name": "a"}
+    async with connect(modules, mode=mode) as plain, connect(modules, mode=mode, search=True) as client:
+        assert sorted(await listed(plain)) == sorted(await find(client, "tool")) == sorted(BOTH)
         assert await listed(client) == BOTH
-        assert sorted(await find(client, "tool")) == sorted(BOTH)
         for name in BOTH:
-            assert (await client.call_tool("call_tool", {"name": name})).structured_content == {"module": name}
-    async with connect({"a": echo}, mode=mode, search=True) as client:
+            for call in (plain.call_tool(name, {"query": 1}), client.call_tool("call_tool", {"name": name})):
+                assert (await call).structured_content == {"module": name}
+    async with connect({"a": echo}, mode=mode) as plain, connect({"a": echo}, mode=mode, search=True) as client:
         for name in BOTH:
-            arguments = {"name": name, "arguments": {"query": "a", "name": "a"}}
-            failure(await client.call_tool("call_tool", arguments), f"Module not found: {name}")
+            failure(await plain.call_tool(name, sent), f"Module not found: {name}")
+            failure(await client.call_tool("call_tool", {"name": name, "arguments": sent}), f"Module not found: {name}")
+            assert await run_openai_call(registry_of({"a": echo}), name, sent) == f"Module not found: {name}"
 
 
 FORM = 'The form is {"name": "...", "arguments": {...}}, with an object as arguments'
@@ -150,7 +126,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_arguments_of_the_two_are_told_and_not_quoted(caplog: pytest.LogCaptureFixture, mode: str) -> None:
+async def test_wrong_arguments_of_the_two_are_told_and_not_quoted(caplog: Caplog, mode: str) -> None:
     """The arguments may be those of a tool that marks some of them."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     registry = registry_of({"bank.pay": FunctionalModule(echo, input_schema=SECRETIVE)})
@@ -297,6 +273,23 @@ async def test_only_what_the_caller_is_offered_is_found(mode: str) -> None:
     assert await run_openai_call(doors(), "call_tool", {"name": "door-open"}, search=True) == "Access denied"
 
 
+async def test_on_stdio_the_caller_has_no_name() -> None:
+    text = """
+from apcore import ACL, ACLRule
+@tool
+def a(inputs, context): return inputs
+@tool
+def b(inputs, context): return {}
+staff = ACLRule(["@external"], ["t.b"], "allow", conditions={"roles": ["staff"]})
+acl = ACL([ACLRule(["@external"], ["t.a"], "allow"), staff], default_effect="deny")
+serve(Executor(registry, acl=acl), search=True)
+"""
+    async with asyncio.timeout(30), client_of(stdio(program(text))) as client:
+        assert await listed(client) == BOTH
+        assert await find(client, "a b test") == ["t.a"]
+        assert text_of(await client.call_tool("call_tool", {"name": "t.a", "arguments": {"n": 1}})) == '{"n":1}'
+
+
 async def test_what_is_hidden_or_filtered_is_neither_found_nor_called() -> None:
     hidden = FunctionalModule(echo, annotations=ModuleAnnotations(discoverable=False))
     registry = registry_of({"a.shown": echo, "a.hidden": hidden, "b.other": echo})
@@ -342,9 +335,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("user", [None, accept(name="Ada", approve=True)], ids=["cannot-be-asked", "answers"])
-async def test_a_call_through_call_tool_is_the_call_itself(
-    mode: str, user: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_call_tool_makes_the_call_itself(mode: str, user: Any, caplog: Caplog) -> None:
     """Result, progress, questions and log; each once directly, and once through `call_tool`."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
     ran: list[dict[str, Any]] = []
@@ -367,7 +358,7 @@ async def test_a_call_through_call_tool_is_the_call_itself(
             assert not any("call_tool" in line for line in seen[1][4])
 
 
-async def test_a_parked_call_is_resumed_by_the_arguments_that_the_client_sent() -> None:
+async def test_a_parked_call_is_resumed_by_what_the_client_sent() -> None:
     sent = {"name": "ask", "arguments": {"n": 1}}
     async with connect({"ask": ask}, client=asking(accept())[0], search=True) as client, asyncio.timeout(40):
         wire = Wire(client)
@@ -380,38 +371,13 @@ async def test_a_parked_call_is_resumed_by_the_arguments_that_the_client_sent() 
         assert result.structured_content == {"answer": {"name": "Ada"}}
 
 
-async def test_a_call_through_call_tool_stops_when_it_is_cancelled(mode: str) -> None:
-    begun, ended = asyncio.Event(), threading.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        await report_progress(context, 1)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return {}
-
-    async def note(*_: object) -> None:
-        begun.set()
-
-    async with connect({"wait": wait}, mode=mode, search=True) as client, asyncio.timeout(40):
-        call = asyncio.create_task(client.call_tool("call_tool", {"name": "wait"}, progress_callback=note))
-        await begun.wait()
-        call.cancel()
-        assert await asyncio.to_thread(ended.wait, 20)
-        await asyncio.gather(call, return_exceptions=True)
+async def test_a_call_through_call_tool_can_be_cancelled(mode: str) -> None:
+    async with connect(stage(), mode=mode, search=True) as client, asyncio.timeout(40):
+        await cancel_call(await start_call(client, "call_tool", name="wait"))
+        assert (await client.call_tool("ended")).structured_content == {"told": "wait", "token_set": True}
 
 
-async def test_require_and_deny_hold_for_what_call_tool_calls() -> None:
-    ran: list[dict[str, Any]] = []
-    for approval in ("require", "deny"):
-        async with connect({"wipe": guarded(ran)}, mode=HANDSHAKE, search=True, approval=approval) as client:
-            text = UNASKED if approval == "require" else DENIED
-            failure(await client.call_tool("call_tool", {"name": "wipe"}), text)
-    assert ran == []
-
-
-def test_the_sdk_checks_headers_by_the_schema_of_the_two_and_not_of_a_module() -> None:
+def test_headers_are_checked_by_the_schema_of_the_two() -> None:
     """2026-07-28 lets a schema name headers that repeat an argument; a module of the same name has another schema."""
     mirrored = {**STRING, "x-mcp-header": "Region"}
     module = FunctionalModule(echo, input_schema={"type": "object", "properties": {"query": mirrored}})
@@ -419,9 +385,6 @@ def test_the_sdk_checks_headers_by_the_schema_of_the_two_and_not_of_a_module() -
         call = modern("tools/call", {"name": "search_tools", "arguments": {"query": "copy"}})
         response = httpx.post(f"{url}/mcp", trust_env=False, **call)
     assert answer(response)["result"]["structuredContent"]["result"][0]["name"] == "copy"
-
-
-# ---- Everywhere else everything is shown ----
 
 
 def test_resources_explorer_and_exports_show_everything(extensions: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -441,7 +404,7 @@ def test_resources_explorer_and_exports_show_everything(extensions: Path, capfd:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_openai_is_given_the_two_as_functions(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_openai_is_given_the_two_as_functions(strict: bool, caplog: Caplog) -> None:
     search, call = to_openai_tools(registry_of(OFFICE), search=True, strict=strict)
     assert [search["function"]["name"], call["function"]["name"]] == BOTH
     assert search["function"].get("strict", False) is strict

@@ -1,7 +1,4 @@
-"""Long work: calls that go on as tasks of MCP's extension (SEP-2663), for clients of 2026-07-28 that declare it.
-
-By hand on the wire, as the SDK's client does not know the extension; `python -m tests.interop` has clients that do.
-"""
+"""Long work: calls that go on as tasks of MCP's extension (SEP-2663), by hand on the wire of 2026-07-28."""
 
 from __future__ import annotations
 
@@ -26,10 +23,12 @@ from apcore.cancel import ExecutionCancelledError
 from conftest import Clock, FunctionalModule, echo, hosting, registry_of, serving
 from mcp_types import CallToolResult
 from support import (
+    INTEGER,
     LOGIN,
     SCHEMA,
     WITHOUT_LIMIT,
     Caplog,
+    Monkeypatch,
     accept,
     answer,
     ask,
@@ -314,13 +313,12 @@ async def test_a_tools_error_completes_and_the_protocols_fails() -> None:
 # ---- Questions ----
 
 
-async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-    both = await asyncio.gather(*(elicit(context, f"{n}?", SCHEMA, key="name") for n in (1, 2)))
-    third = await elicit(context, "3?", SCHEMA, key="name")
-    return {"names": [each and each["name"] for each in [*both, third]]}
-
-
 async def test_each_open_question_is_answered_by_itself() -> None:
+    async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
+        both = await asyncio.gather(*(elicit(context, f"{n}?", SCHEMA, key="name") for n in (1, 2)))
+        third = await elicit(context, "3?", SCHEMA, key="name")
+        return {"names": [each and each["name"] for each in [*both, third]]}
+
     async with wired({"interview": long(interview)}) as wire:
         task_id = await wire.begin("interview")
         assert await wire.questions(task_id) == {"name": "1?", "name-2": "2?"}
@@ -566,9 +564,7 @@ def id_in(result: CallToolResult) -> str:
 @on_clock
 async def test_a_client_without_tasks_asks_for_the_result(clock: Clock, mode: str) -> None:
     """It is told the progress on its own request, and the result as the call would have given it, after 30 s, too."""
-    typed = of(n={"type": "integer"}) | {"required": ["n"]}
-
-    is_over = asyncio.Event()
+    typed, is_over = of(n=INTEGER) | {"required": ["n"]}, asyncio.Event()
 
     async def work(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         for step in itertools.count(1):
@@ -686,13 +682,11 @@ async def test_where_there_is_no_task_result(modules: Any, options: Any, capabil
     assert messages_logged(caplog).count(warning) == ("task_result" in modules)
 
 
-async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_for_task_result_have_places_of_tasks(monkeypatch: Monkeypatch) -> None:
     """From their beginning to their end, also where they end in time. One more waits, and apcore's limits hold."""
     monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
-
-    wait, _, _ = waiting()
     limits = Config({"executor": {"default_timeout": 500, "global_timeout": 60_000}})
-    executor = Executor(registry_of({"wait": long(wait), "echo": long(echo)}), config=limits)
+    executor = Executor(registry_of({"wait": long(waiting()[0]), "echo": long(echo)}), config=limits)
     async with wired(executor, task_after=0.2, shutdown_seconds=0.1) as wire:
         wire.capabilities = {}
         for _ in range(3):

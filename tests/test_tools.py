@@ -1,6 +1,4 @@
-"""A module as clients see it: names in either spelling, annotations, what agents are told (FR-ANNOT-*, FR-
-SERVER-011).
-"""
+"""A module as clients see it: its names, annotations and descriptions (FR-ANNOT-*, FR-SERVER-011)."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 from apcore import FunctionModule, ModuleAnnotations, Registry
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp_types import Implementation
-from support import Size, StreamingModule, gives, listed, messages_logged, one, parsed, success_text
+from support import Caplog, Size, StreamingModule, gives, listed, messages_logged, one, parsed, success_text
 
 from apcore_mcp import from_openai_call, to_openai_tools
 
@@ -86,46 +84,25 @@ SAID: list[tuple[dict[str, Any], list[str]]] = [
 """A module's metadata, and the paragraphs that agents are told."""
 
 
-def summary() -> None:
-    """Move an order to another day, which fails for
-    orders that have been sent.
+def documented(text: str | None) -> Any:
+    def move(day: int) -> None: ...
 
-    Not told."""
-
-
-def google(day: int) -> None:
-    """Move an order
-    to another day.
-    Args:
-        day: The new day.
-    """
+    move.__doc__ = text
+    return move
 
 
-def sphinx(day: int) -> None:
-    """Move an order
-    to another day.
-    :param day: The new day.
-    """
-
-
-def one_line() -> None:
-    """Move an order."""
-
-
-def nothing() -> None: ...
-
-
-DESCRIBED: list[tuple[Any, dict[str, Any], str]] = [
-    (summary, {}, "Move an order to another day, which fails for orders that have been sent."),
-    (google, {}, "Move an order to another day."),
-    (sphinx, {}, "Move an order to another day."),
-    (one_line, {}, "Move an order."),
-    (nothing, {}, "Module nothing"),
-    (summary, {"description": "Own."}, "Own."),
-    (summary, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
-    (one_line, {"display": {"mcp": {"guidance": "Ask first."}}}, "Move an order.\n\nGuidance: Ask first."),
+ONE_LINE, SUMMARY = "Move an order.", "Move an order\n    to another day.\n    "
+DESCRIBED: list[tuple[str | None, dict[str, Any], str]] = [
+    (f"{SUMMARY}\n    Not told.", {}, "Move an order to another day."),
+    (f"{SUMMARY}Args:\n        day: The new day.\n    ", {}, "Move an order to another day."),
+    (f"{SUMMARY}:param day: The new day.\n    ", {}, "Move an order to another day."),
+    (ONE_LINE, {}, ONE_LINE),
+    (None, {}, "Module move"),
+    (SUMMARY, {"description": "Own."}, "Own."),
+    (SUMMARY, {"display": {"mcp": {"description": "Of the operator."}}}, "Of the operator."),
+    (ONE_LINE, {"display": {"mcp": {"guidance": "Ask first."}}}, f"{ONE_LINE}\n\nGuidance: Ask first."),
 ]
-"""A function, what `@module` was given, and how the tool is described. apcore takes its docstring's first line."""
+"""A docstring, what `@module` was given, and how the tool is described. apcore takes the docstring's first line."""
 
 
 async def test_what_agents_are_told_of_a_module() -> None:
@@ -133,7 +110,7 @@ async def test_what_agents_are_told_of_a_module() -> None:
     modules: list[tuple[Any, str]] = [
         (FunctionalModule(echo, description=PLAIN, metadata=metadata), "\n\n".join(said)) for metadata, said in SAID
     ]
-    modules += [(FunctionModule(function, "t.m", **options), told) for function, options, told in DESCRIBED]
+    modules += [(FunctionModule(documented(text), "t.m", **options), told) for text, options, told in DESCRIBED]
     registry = registry_of({f"t.m{number:02}": module for number, (module, _) in enumerate(modules)})
     expected = [told for _, told in modules]
     async with connect(registry) as client:
@@ -175,7 +152,7 @@ LEFT_OUT = {
 
 @pytest.mark.requirement("FR-SERVER-011")
 @pytest.mark.parametrize("tags", [None, ["public"]], ids=["all", "public"])
-async def test_a_module_that_cannot_be_read_is_left_out_by_name(tags: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_module_that_cannot_be_read_is_left_out_by_name(tags: Any, caplog: Caplog) -> None:
     """When it was there before the server, and when it comes later."""
     registry = Shaky()
     registry.register("demo.a", FunctionalModule(echo, tags=["public"]))
@@ -232,7 +209,7 @@ def called(**aliases: Any) -> dict[str, Any]:
     return modules
 
 
-async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says_nothing() -> None:
+async def test_a_bindings_display_counts_without_metadata() -> None:
     """`display:` of a `*.binding.yaml`, which apcore's loader keeps beside the metadata, and of `@module`."""
     display = {"mcp": {"alias": "shrink"}}
     other = {"display": {"mcp": {"alias": "other"}}}
@@ -248,7 +225,7 @@ async def test_what_a_binding_says_of_its_display_counts_where_the_metadata_says
         assert await listed(client) == ["shrink", "other"]
 
 
-async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood() -> None:
+async def test_an_alias_is_a_tools_name_and_the_id_is_understood() -> None:
     modules = called(image__resize="shrink.image", image__store=None)
     async with connect(modules) as client:
         assert await listed(client) == ["shrink.image", "image.store"]
@@ -271,9 +248,7 @@ async def test_an_alias_is_the_name_of_its_tool_and_the_id_is_understood() -> No
         pytest.param({"a__b": "x.y", "c__d": "x-y"}, ["x.y", "c.d!"], id="claimed-in-either-spelling"),
     ],
 )
-async def test_an_alias_that_is_not_its_own_is_not_used(
-    aliases: dict[str, Any], named: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_alias_of_another_is_not_used(aliases: dict[str, Any], named: list[str], caplog: Caplog) -> None:
     """The mark behind a name: with a WARNING, one."""
     modules = called(**aliases)
     async with connect(modules) as client:
@@ -287,7 +262,7 @@ async def test_an_alias_that_is_not_its_own_is_not_used(
     assert [module_id for module_id in modules for text in warned if f"module {module_id} " in text] == refused
 
 
-async def test_an_alias_is_given_up_and_taken_back_as_modules_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_alias_is_given_up_and_taken_back(caplog: Caplog) -> None:
     """Two want it: it is the first one's by id."""
     registry = registry_of(called(b__late="x", a__first="x"))
     async with connect(registry) as client:
@@ -304,18 +279,16 @@ async def test_an_alias_is_given_up_and_taken_back_as_modules_come_and_go(caplog
     assert caplog.text.count("The alias of module b.late is not used: x is") == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "client", "portable"),
-    [
-        pytest.param({"tool_names": "auto"}, OTHER, False, id="auto-for-others"),
-        pytest.param({"tool_names": "portable"}, OTHER, True, id="portable"),
-        pytest.param({"tool_names": "module-id"}, CLAUDE, False, id="module-id"),
-        pytest.param({}, CLAUDE, True, id="default-for-claude"),
-    ],
-)
-async def test_names_are_spelled_as_the_client_can_take_them(
-    options: dict[str, Any], client: dict[str, Any], portable: bool, mode: str
-) -> None:
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "auto-for-others": ({"tool_names": "auto"}, OTHER, False),
+    "portable": ({"tool_names": "portable"}, OTHER, True),
+    "module-id": ({"tool_names": "module-id"}, CLAUDE, False),
+    "default-for-claude": ({}, CLAUDE, True),
+}
+
+
+@pytest.mark.parametrize(("options", "client", "portable"), NAMED.values(), ids=NAMED)
+async def test_names_are_spelled_for_the_client(options: Any, client: Any, portable: bool, mode: str) -> None:
     async with connect({name: gives({"i_am": name}) for name in IDS}, mode=mode, client=client, **options) as connected:
         assert await listed(connected) == (PORTABLE if portable else IDS)
         for name, module_id in zip(PORTABLE + IDS, IDS + IDS, strict=True):
@@ -332,7 +305,7 @@ async def test_an_authors_meta_is_the_tools_but_for_names_of_others() -> None:
     assert tool.meta["apcore/version"] != "mine"
 
 
-async def test_icons_of_the_overlay_are_the_tools(caplog: pytest.LogCaptureFixture) -> None:
+async def test_icons_of_the_overlay_are_the_tools(caplog: Caplog) -> None:
     """Others than MCP has would cost a client the whole list."""
     icon = {"src": "https://example.com/bell.svg", "mimeType": "image/svg+xml", "sizes": ["any"], "theme": "dark"}
     shown = {"good": [icon], "text": "bell.svg", "number": [{"src": 7}]}

@@ -1,18 +1,14 @@
-"""Modules that return what nobody can say, block, and fail while they hold secrets: the other tools are served, and
-what is sensitive is told nowhere.
-"""
+"""Modules that return what nobody can say, block, and fail while they hold secrets."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from conftest import ROOT, RawClient, connect, echo, program
-from support import call, line, messages, text_of
+from support import call, gives, line, messages, text_of
 
 ECHO = """
 @tool
@@ -26,68 +22,27 @@ def told(result: dict[str, Any]) -> str:
     return str(part["text"])
 
 
-# ---- Raising and returning ----
-
-
-def recursion() -> Any:
-    return recursion()
-
-
-def time_out() -> Any:
-    raise TimeoutError("/etc/secret")
-
-
 # Rows of the tables in `test_errors.py` and `test_results.py` are not here again.
-UNUSUAL: dict[str, Callable[[], Any]] = {
-    "recursion": recursion,
-    "time_out": time_out,
-    "nothing_left": lambda: {"d": next(iter(()))},
-    "list": lambda: [1],
-    "function": lambda: {"d": len},
-    "keys_of_any_type": lambda: {1: 1, None: 2, (1, 2): 3, b"b": 4, 1.5: 5},
-    "huge_number": lambda: {"d": 10**5000},
-    "large_number": lambda: {"d": 10**300, "e": -(2**63)},
-    "bytes": lambda: {"d": [bytearray(b"a"), {b"a"}, frozenset([1])]},
-    "like_a_result": lambda: {"content": [{"type": "text", "text": "no"}], "isError": True, "_meta": {"a": 1}},
+LIKE_A_RESULT: dict[str, Any] = {"content": [{"type": "text", "text": "no"}], "isError": True, "_meta": {"a": 1}}
+UNUSUAL: dict[str, tuple[Any, Any]] = {
+    "like_a_result": (LIKE_A_RESULT, LIKE_A_RESULT),
+    "large_number": ({"d": 10**300, "e": -(2**63)}, {"d": 10**300, "e": -(2**63)}),
+    "bytes": ({"d": [bytearray(b"a"), {b"a"}, frozenset([1])]}, {"d": ["YQ==", ["YQ=="], [1]]}),
+    "huge_number": ({"d": 10**5000}, None),
+    "keys_of_any_type": ({1: 1, None: 2, (1, 2): 3, b"b": 4}, {"1": 1, "None": 2, "1,2": 3, "b": 4}),
 }
-SAID = ("Internal error occurred", "Failed to serialize module output", "Output validation failed")
-SAID += ("Module timed out after ",)  # apcore's word for a TimeoutError, whoever raised it
 
 
 @pytest.mark.requirement("FR-EXEC-007")
-async def test_whatever_a_module_does_is_one_answer() -> None:
+async def test_whatever_a_module_returns_is_one_answer() -> None:
     """And the next call is served."""
-    modules: dict[str, Any] = {"echo": echo}
-    for name, does in UNUSUAL.items():
-        modules[f"sync.{name}"] = lambda inputs, context, does=does: does()
-        modules[f"async.{name}"] = later(does)
-    given: dict[str, Any] = {}
-    async with connect(modules) as client, asyncio.timeout(40):
-        for name in list(modules)[1:]:
+    async with connect({"echo": echo, **{name: gives(output) for name, (output, _) in UNUSUAL.items()}}) as client:
+        for name, (_, sent) in UNUSUAL.items():
             result = await client.call_tool(name)
+            assert (result.structured_content, result.is_error) == (sent, sent is None), name
+            assert sent or text_of(result) == "Failed to serialize module output (the tool has run)"
             assert (await client.call_tool("echo", {"n": 1})).structured_content == {"n": 1}
-            given[name] = result.structured_content
-            if result.is_error:
-                assert (text_of(result).startswith(SAID), given[name]) == (True, None), name
-            else:
-                assert json.loads(text_of(result)) == given[name]
-            said = result.model_dump_json()
-            assert [word for word in ("/etc", "Traceback", ".py", "object at 0x") if word in said] == []
-    for kind in ("sync", "async"):
-        assert given[f"{kind}.like_a_result"]["isError"] is True
-        assert given[f"{kind}.large_number"] == {"d": 10**300, "e": -(2**63)}
-        assert given[f"{kind}.bytes"] == {"d": ["YQ==", ["YQ=="], [1]]}
-        assert [given[f"{kind}.{name}"] for name in ("recursion", "time_out", "nothing_left")] == [None] * 3
 
-
-def later(does: Callable[[], Any]) -> Any:
-    async def do(inputs: dict[str, Any], context: Any) -> Any:
-        return does()
-
-    return do
-
-
-# ---- Blocking ----
 
 BLOCKING = """
 @tool
@@ -137,8 +92,6 @@ def test_modules_that_block_for_ever_time_out() -> None:
     assert messages(stdout)[0]["result"]["structuredContent"] == {"n": 2}
     assert (client.process.returncode, b"Traceback" in stderr) == (0, False)
 
-
-# ---- Secrets ----
 
 SECRET, PIN = "hunter2-s3cr3t", 918273645
 TELLING = """

@@ -1,8 +1,4 @@
-"""What packages that build on this one pass to it, and get.
-
-The sets of options are those that flask-apcore 0.4, fastapi-apcore 0.4, django-apcore 0.5 and pydantic-ai-apcore 0.1
-pass; `python -m tests.interop --only apcore` runs the packages themselves.
-"""
+"""What flask-apcore 0.4, fastapi-apcore 0.4 and django-apcore 0.5 pass; `python -m tests.interop` runs themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import pytest
 from apcore import AlwaysDenyHandler, AutoApproveHandler, ModuleAnnotations, Registry
 from apcore.observability import MetricsCollector
 from conftest import FunctionalModule, connect, echo, registry_of
-from support import accept, asking
+from support import Caplog, accept, asking
 
 import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, serve
@@ -39,17 +35,13 @@ def registry() -> Registry:
 
 
 @pytest.mark.parametrize("options", [FLASK, FLASK_ALL, DJANGO], ids=["flask", "flask-all", "django"])
-async def test_a_server_with_the_options_that_an_adapter_passes_lists_and_runs(
-    registry: Registry, options: dict[str, Any]
-) -> None:
+async def test_the_options_of_an_adapter_serve(registry: Registry, options: dict[str, Any]) -> None:
     async with connect(registry, **options) as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == ["demo.echo"]
         assert not (await client.call_tool("demo.echo", {"text": "hello"})).is_error
 
 
-def test_options_that_change_nothing_are_told_in_one_debug_line(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_without_effect_are_told_in_a_line(registry: Registry, caplog: Caplog) -> None:
     with caplog.at_level(logging.DEBUG, "apcore_mcp"):
         MCPServer(registry, **FLASK_ALL, **OFF)
     (told,) = caplog.messages
@@ -67,7 +59,7 @@ async def test_an_approval_handler_is_the_approval_under_another_name() -> None:
             assert (await client.call_tool("demo.run", {})).is_error is not runs
 
 
-def test_what_would_change_something_is_refused_by_the_door_itself(registry: Registry) -> None:
+def test_what_would_change_something_is_refused(registry: Registry) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"strategy": "minimal"}, "strategy: Unexpected keyword argument"),
         ({"authenticator": object()}, r".*authenticator.*middleware="),
@@ -80,11 +72,8 @@ def test_what_would_change_something_is_refused_by_the_door_itself(registry: Reg
                 door(registry, **options)
 
 
-def test_a_package_that_asks_for_an_authenticator_is_stopped_and_told_where_authentication_goes() -> None:
-    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one.
-
-    flask-apcore and fastapi-apcore's command stop when `JWTAuthenticator` cannot be imported.
-    """
+def test_who_asks_for_an_authenticator_is_stopped() -> None:
+    """With an ImportError it would serve its tools to everyone: fastapi-apcore and django-apcore catch that one."""
     assert not hasattr(apcore_mcp, "JWTAuthenticator")
     with pytest.raises(RuntimeError, match=r"middleware=\[.*\] of serve\(\), MCPServer and async_serve\(\)"):
         importlib.import_module("apcore_mcp.auth")

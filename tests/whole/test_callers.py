@@ -1,7 +1,4 @@
-"""Who is calling: what ASGI middleware before the server found out becomes the Identity of the call.
-
-Real middleware, Starlette's and the SDK's; from 2026-07-28 per request, and in a handshake session whoever opened it,
-over both transports."""
+"""Who is calling: what ASGI middleware found out becomes the Identity of the call."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from mcp.server.auth.provider import AccessToken
 from starlette.authentication import AuthCredentials, AuthenticationBackend, BaseUser, SimpleUser, UnauthenticatedUser
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import ACCEPT, Wire, accept, asking, handshake, initialize_params, message
+from support import ACCEPT, Caplog, Wire, accept, asking, handshake, initialize_params, message
 
 from apcore_mcp import async_serve, elicit
 
@@ -141,7 +138,7 @@ async def test_an_unreadable_caller_is_told_nothing(mode: str) -> None:
                 await ask()
 
 
-async def test_each_log_line_names_its_caller(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_log_line_names_its_caller(mode: str, caplog: Caplog) -> None:
     """Where there is one, whatever becomes of the call."""
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
 

@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 from conftest import EXTENSIONS, ROOT, connect, free_port, until
-from support import answer, modern
+from support import Monkeypatch, answer, modern
 
 from apcore_mcp import discover
 
 
 @pytest.fixture
-def told_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def told_by(tmp_path: Path, monkeypatch: Monkeypatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The output of an example, run from another directory as a user might."""
 
     def run(name: str, *arguments: str) -> str:
@@ -89,7 +89,7 @@ def pid() -> int:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
 @pytest.mark.timeout(120)
-def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp_path: Path) -> None:
+def test_several_processes_serve_one_port(tmp_path: Path) -> None:
     """The command is the one of the example; that each worker answers is all that is asked of its speed."""
     (tmp_path / "with_pid.py").write_text(WITH_PID)
     (line,) = re.findall(r"^    (granian(?:.+\\\n)+.+)", (ROOT / "examples" / "several_cores.py").read_text(), re.M)
@@ -124,7 +124,7 @@ def test_several_processes_serve_one_port_and_one_that_is_killed_is_replaced(tmp
     assert ended == 0, log.read_text()
 
 
-def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by: Callable[..., str]) -> None:
+def test_bearer_token_lets_in_who_has_the_role(told_by: Callable[..., str]) -> None:
     """Nobody's token is no token at all: a client that has one is to know that it is not valid any more."""
     ann, bob, stranger, refused = told_by("bearer_token.py").splitlines()
     assert ann == "token-of-ann is offered door.open, door.ring; to open: {'result': 'The back door is open.'}"
@@ -133,22 +133,17 @@ def test_who_has_the_role_is_offered_the_door_and_let_in_and_nobody_else(told_by
     assert refused == 'token-of-nobody is refused: 401 Bearer error="invalid_token"'
 
 
-def ran(name: str) -> subprocess.CompletedProcess[str]:
-    """An example in a process of its own, at its end."""
-    return subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, timeout=50)
-
-
-def test_the_extension_of_the_examples_counts_calls_and_ends_them() -> None:
-    ended = ran("extension.py")
-    *_, refused, left = ended.stdout.splitlines()
-    assert "has been called 2 times" in refused, ended.stderr
+def test_extension_counts_calls_and_ends_them(told_by: Callable[..., str]) -> None:
+    *_, refused, left = told_by("extension.py").splitlines()
+    assert "has been called 2 times" in refused
     assert left == "left: 0"
 
 
-def test_the_durable_work_of_the_examples_goes_on_in_the_next_server() -> None:
+def test_durable_goes_on_in_the_next_server() -> None:
     """Its first server dies in the fifth of eight steps."""
     pytest.importorskip("dbos")
-    ended = ran("durable.py")
+    command = [sys.executable, str(ROOT / "examples" / "durable.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
     sent = re.findall(r"letter (\d) is sent by process (\d+)", ended.stderr)
     assert [letter for letter, _ in sent] == [*"12345678"], ended.stderr
     assert len({process for _, process in sent[:4]}) == len({process for _, process in sent[4:]}) == 1

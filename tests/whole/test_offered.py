@@ -1,6 +1,4 @@
-"""Who is offered what: where the Executor has an ACL, a caller reads only of what the caller may call.
-
-By the identity of the request that asks, in both eras; a call is decided as ever, by the Executor."""
+"""Where the Executor has an ACL, a caller is offered only what the caller may call."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor
 from apcore.context import Identity
-from conftest import HANDSHAKE, MODERN, FunctionalModule, client_of, echo, program, registry_of, stdio
+from conftest import HANDSHAKE, MODERN, FunctionalModule, echo, registry_of
 from mcp import MCPError
 from mcp.client import Client
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import listed, text_of
+from support import Monkeypatch, listed, text_of
 from test_callers import Backend, signed
 
 from apcore_mcp import async_serve, run_openai_call, to_openai_tools
@@ -79,20 +77,6 @@ async def test_a_caller_is_offered_what_the_caller_may_call(era: tuple[str, str]
                         assert await refusal(client, uri, module_id) == await refusal(client, uri, "no.such")
 
 
-async def test_on_stdio_the_caller_has_no_name() -> None:
-    text = """
-from apcore import ACL, ACLRule
-@tool
-def a(inputs, context): return {}
-@tool
-def b(inputs, context): return {}
-staff = ACLRule(["@external"], ["t.b"], "allow", conditions={"roles": ["staff"]})
-serve(Executor(registry, acl=ACL([ACLRule(["@external"], ["t.a"], "allow"), staff], default_effect="deny")))
-"""
-    async with asyncio.timeout(30), client_of(stdio(program(text))) as client:
-        assert await listed(client) == ["t.a"]
-
-
 async def test_only_apcores_acl_decides_what_is_offered() -> None:
     class OnTuesdays:
         def check(self, caller_id: object, target_id: object, context: object) -> bool:
@@ -144,9 +128,7 @@ class Later:
         return bool(value)
 
 
-async def test_a_condition_that_raises_hides_its_module_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_condition_that_raises_hides_its_module_alone(monkeypatch: Monkeypatch) -> None:
     later = Later()
     monkeypatch.setitem(ACL._condition_handlers, "raises", Raises())
     monkeypatch.setitem(ACL._async_condition_handlers, "later", later)
@@ -191,8 +173,8 @@ async def test_openai_is_offered_what_an_identity_may_call() -> None:
         assert offered_to_openai(executor, bob, strict=strict) == ["lobby-look"]
     assert offered_to_openai(executor, ann, prefix="door") == ["door-open"]
     assert entries == []
-    assert await run_openai_call(executor, "door-open", "{}", identity=ann) == "{}"
-    assert await run_openai_call(executor, "door-open", "{}", identity=bob) == "Access denied"
+    for identity, told in ((ann, '{"a":1}'), (bob, "Access denied"), (None, "Access denied")):
+        assert await run_openai_call(executor, "door-open", {"a": 1}, identity=identity) == told
 
 
 @pytest.mark.parametrize("validate_inputs", [False, True])
