@@ -311,7 +311,8 @@ async def test_an_issuer_that_hangs_holds_up_nobody(monkeypatch: Monkeypatch) ->
             for limit in ("FETCH_SECONDS", "PATIENCE_SECONDS"):  # as it now answers, however slow the machine is
                 monkeypatch.setattr(example, limit, 5.0)
             monkeypatch.setattr(example, "FETCH_AGAIN_SECONDS", 0.0)
-            assert await door.caller(issuer.token()) == ["ann", "tools"]
+            while (await door.call(issuer.token())).status_code == 503:
+                pass  # by the request that was given up, which had not ended
             issuer.answers.clear()
             monkeypatch.setattr(example, "KEYS_FRESH_SECONDS", 0.0)
             monkeypatch.setattr(example, "PATIENCE_SECONDS", 0.01)
