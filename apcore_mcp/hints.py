@@ -10,7 +10,7 @@ import builtins
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Flag
 from typing import Any, TypeGuard, cast, get_type_hints
@@ -308,20 +308,36 @@ def _is_own(serializer: Any, kind: type) -> bool:
     return function is not None and getattr(kind, getattr(function, "__name__", ""), None) is function
 
 
-def rewrites(schema: Any) -> bool:
-    """Whether an author's function may write something by `schema` in another form, but for what a model or dataclass
-    in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
-    parts = [schema]
+def _outside_classes(schema: CoreSchema) -> Iterator[CoreSchema]:
+    """`schema` and the core schemas in it, but for what models and dataclasses in it say themselves."""
+    parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
-        node = part if is_schema(part) else {}
-        serializer = node.get("serialization") or {}
-        is_class = node.get("type") in ("model", "dataclass")
-        is_any = serializer.get("type") == "any"
-        if _is_authors(serializer) and not is_any and not (is_class and _is_own(serializer, node["cls"])):
-            return True
-        if not is_class:
+        if is_schema(part):
+            yield part
+        if not is_schema(part) or part["type"] not in ("model", "dataclass"):
             parts += _parts_of(part)
+
+
+def rewritten(schema: CoreSchema) -> list[CoreSchema]:
+    """The core schemas in `schema` by which an author's function may write something in another form, but for what a
+    model or dataclass in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
+    found = []
+    for node in _outside_classes(schema):
+        serializer = node.get("serialization") or {}
+        is_of_class = node["type"] in ("model", "dataclass") and _is_own(serializer, node["cls"])
+        if _is_authors(serializer) and serializer.get("type") != "any" and not is_of_class:
+            found.append(node)
+    return found
+
+
+def hints_mark(schema: CoreSchema) -> bool:
+    """Whether hints mark something in `schema`, as in `list[Annotated[str, ...]]`. What models and dataclasses mark,
+    their instances tell."""
+    for node in _outside_classes(schema):
+        metadata = node.get("metadata") or {}
+        if mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")]):
+            return True
     return False
 
 
@@ -332,6 +348,7 @@ class Written:
     names: dict[str, str]  # of its attributes
     computed: list[str]  # properties that are written as well
     rewritten: set[str]  # the names whose values its author writes in a form of his own
+    marked: set[str]  # and those of them in which a hint marks something
     is_rewritten: bool  # or all of it
 
 
@@ -341,7 +358,7 @@ _WRITTEN: weakref.WeakKeyDictionary[type, Written] = weakref.WeakKeyDictionary()
 def how_written(kind: type) -> Written:
     """Of a model or a dataclass. Where pydantic cannot say, its author may write all of it."""
     if kind not in _WRITTEN:
-        written = Written({}, [], set(), is_rewritten=True)
+        written = Written({}, [], set(), set(), is_rewritten=True)
         with suppress(Exception):  # a user's own class
             written = _how_written(kind)
         _WRITTEN[kind] = written
@@ -356,9 +373,11 @@ def _how_written(kind: type) -> Written:
     computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}
     fields.update(computed)
     names = {name: field.get("serialization_alias") or field.get("alias") or name for name, field in fields.items()}
-    rewritten = {names[name] for name, field in fields.items() if rewrites(field)}
-    is_rewritten = _is_of_class(own) or (own.get("root_model") and rewrites(own["schema"]))
-    return Written(names, [*computed], rewritten, bool(is_rewritten))
+    is_rewritten = bool(_is_of_class(own) or (own.get("root_model") and rewritten(own["schema"])))
+    by_name = {names[name]: [field] if is_rewritten else rewritten(field) for name, field in fields.items()}
+    rewritten_names = {name for name, nodes in by_name.items() if nodes}
+    marked = {name for name, nodes in by_name.items() if any(map(hints_mark, nodes))}
+    return Written(names, [*computed], rewritten_names, marked, is_rewritten)
 
 
 def unsent_fields(nodes: Iterable[CoreSchema]) -> list[str]:

@@ -21,13 +21,15 @@ from .functions import Function
 from .hints import (
     BASE64,
     DECIMAL,
+    CoreSchema,
     core_schema_of,
+    hints_mark,
     how_written,
     is_open,
     marks_in_form,
     nodes_of,
     read_form,
-    rewrites,
+    rewritten,
     subclasses_mark,
     unsent_fields,
     written_form,
@@ -128,15 +130,17 @@ class Output:
                 self.marks += [read] if read else []
 
     @cached_property
-    def _is_rewritten(self) -> bool:
-        """Whether an author's function writes what no JSON schema describes."""
-        if self._adapter is None:
-            return False
-        core_schema = core_schema_of(self._adapter)
-        if self._function is not None and self._function.is_wrapped:  # in a model of ours
-            model = next(node["cls"] for node in nodes_of(core_schema) if node["type"] == "model")
-            return bool(how_written(model).rewritten)
-        return rewrites(core_schema)
+    def _rewritten(self) -> list[CoreSchema]:
+        """By which an author's function writes what no JSON schema describes."""
+        return [] if self._adapter is None else rewritten(core_schema_of(self._adapter))
+
+    @cached_property
+    def _rewrites_marked(self) -> bool:
+        """Whether such a function writes what the hint marks."""
+        if self._adapter is None or self._function is None or not self._function.is_wrapped:
+            return any(map(hints_mark, self._rewritten))
+        nodes = nodes_of(core_schema_of(self._adapter))
+        return bool(how_written(next(node["cls"] for node in nodes if node["type"] == "model")).marked)
 
     @cached_property
     def _formats(self) -> set[str]:
@@ -196,7 +200,8 @@ class Output:
     def _serialize(self, output: Any) -> tuple[Any, bytes, list[Any]]:
         """What a module gave as plain JSON, its text, and the values in which models mark what `schema` may not."""
         if self._adapter is not None:
-            is_plain = self._is_open and not self._is_rewritten and not self._forms and _read_back(output)[0]
+            is_plain = self._is_open and not (self._rewritten or self._rewrites_marked or self._forms)
+            is_plain = is_plain and _read_back(output)[0]
             value = self._read(self._reader, output, is_plain)
             read = vars(value) if self._function is not None and self._function.is_wrapped else value
             if is_plain and read == output:  # much of it would take seconds, looked at part by part
@@ -256,7 +261,7 @@ class Output:
 
     def _marks_in(self, value: Any) -> JSONSchema:
         marks = marks_in(value)
-        if self._is_rewritten and (marks or self.marks):
+        if (marks and self._rewritten) or self._rewrites_marked:
             return {"additionalProperties": {"x-sensitive": True}}
         return marks
 

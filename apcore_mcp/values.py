@@ -25,34 +25,39 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .hints import BASE64, DECIMAL, how_written, marks_of
-from .schemas import JSONObject, JSONSchema, in_place, marks_sensitive, part_schemas, text_of, types_of
+from .schemas import JSONObject, JSONSchema, branches, in_place, part_schemas, properties_of, text_of, types_of
 
 # ---- Secrets ----
 
-_PARTS = ("properties", "items", "prefixItems", "additionalProperties")  # the keywords by which a mark describes some
+_PARTS = ("properties", "items", "prefixItems", "additionalProperties")
 
 
 def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
-    Where something is marked, what no schema describes is hidden too (`hides_others`), a name or an item of a list in
-    the place of an object: whoever wrote it may have meant the marked one. Not by `apcore.redact_sensitive`, which
-    overlooks the values of maps (`additionalProperties`) and by default blanks innocent keys that contain a word:
-    "author", "tokens_used"."""
+    Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
+    meant the marked one. A list in the place of an object, or an object in the place of a list, is held against the
+    marks of both, as middleware may have paged it. Not by `apcore.redact_sensitive`, which overlooks the values of maps
+    (`additionalProperties`) and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
         return value
     if any("x-sensitive" in mark for mark in applied):
         return REDACTED_VALUE
-    describes = hides_others and any(mark.get(keyword) for mark in applied for keyword in _PARTS)
-    others: list[JSONSchema] = [{"x-sensitive": True}] if describes else []
+    if not isinstance(value, (dict, list)):
+        return value
+    others: list[JSONSchema] = []
+    if hides_others and isinstance(value, dict) and any(map(properties_of, applied)):
+        others = [{"x-sensitive": True}]
+    elif hides_others:
+        others = applied + [part for mark in applied for part in branches(mark, _PARTS)]
 
     def part(step: str | int, item: Any) -> Any:
         return redact(item, *([*part_schemas(applied, step)] or others), hides_others=hides_others)
 
     if isinstance(value, list):
         return [part(index, item) for index, item in enumerate(value)]
-    return {name: part(name, item) for name, item in value.items()} if isinstance(value, dict) else value
+    return {name: part(name, item) for name, item in value.items()}
 
 
 # ---- Output ----
@@ -174,12 +179,7 @@ def dumped(dump: Callable[..., Any], dump_json: Callable[..., bytes | str]) -> t
     form: Any = _NO_FORM
     with suppress(ValueError):  # bytes that are no text
         form = from_json(dump_json(by_alias=True, warnings=False, fallback=lambda _: _UNKNOWN))
-    try:
-        return dump(by_alias=True, warnings=False), form
-    except TypeError:  # a set of frozen models, of which pydantic would make a set of dicts
-        if form is _NO_FORM or _holds_unknown(form):
-            raise
-        return form, form
+    return dump(by_alias=True, warnings=False), form
 
 
 def _holds_unknown(form: Any) -> bool:
@@ -194,14 +194,12 @@ def _is_written(value: Any, form: Any) -> bool:
         return True
     if isinstance(value, _BYTES) or form == _UNKNOWN:
         return False
-    if isinstance(value, Set):  # which is in no order
-        return not (holds_bytes(value) or _holds_unknown(form))
     if isinstance(value, Mapping) and isinstance(form, dict):
         if len(form) == len(value) and all(key in form for key in value):
             return False
-        names = {*map(_name_in_json, value)}
         # To pydantic, a key that is a RootModel is the text "root='a'".
-        return form.keys() not in (names, {f"root={name!r}" for name in names})
+        is_named = all(type(key) is str for key in value)
+        return is_named and form.keys() != {f"root={key!r}" for key in value}
     return not (is_array(value) and isinstance(form, list) and len(form) == len(value))
 
 
@@ -212,8 +210,10 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     model says of its JSON holds. ValueError for what JSON cannot say, with its `place`."""
     if isinstance(value, BaseModel):
         check_values(value, place.removeprefix("the root"))
+        has_own_dump = type(value).model_dump is not BaseModel.model_dump  # which leaves out what is None, say
         value, form = dumped(value.model_dump, value.model_dump_json)
-    elif type(value) not in _PLAIN and is_pydantic_dataclass(type(value)):
+        form = _NO_FORM if has_own_dump else form
+    elif _is_pydantics(value):
         check_values(value, place.removeprefix("the root"))
         adapter = TypeAdapter[Any](type(value))
         value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
@@ -257,12 +257,25 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     if is_array(value):
         parts = [[*in_place(*part_schemas(schemas, i))] for i in range(len(value))] if schemas else [[]] * len(value)
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
-        return [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
+        items = [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
+        # A set is in no order, unless its author says in which.
+        is_sorted = (
+            isinstance(value, Set) and isinstance(form, list) and sorted(map(repr, form)) == sorted(map(repr, items))
+        )
+        return form if is_sorted else items
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
     if isinstance(value, _BYTES):  # pydantic has the alphabet of URLs
         return base64.b64encode(value).decode()
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
+
+
+def _is_pydantics(value: Any) -> bool:
+    """Whether pydantic knows a dataclass, and all of its fields."""
+    kind = type(value)
+    if kind in _PLAIN or not is_pydantic_dataclass(kind):
+        return False
+    return len(dataclasses.fields(kind)) == len(getattr(kind, "__pydantic_fields__", ()))
 
 
 def is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
@@ -371,8 +384,7 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     if isinstance(value, BaseModel) or _is_dataclass(value):
         written = how_written(type(value))
         for name, part in parts.items():
-            is_rewritten = written.is_rewritten or name in written.rewritten
-            if is_rewritten and (part or any(map(marks_sensitive, part_schemas(in_place(own), name)))):
+            if (part and (written.is_rewritten or name in written.rewritten)) or name in written.marked:
                 parts[name] = {"x-sensitive": True}
         if written.is_rewritten and (own or any(parts.values())):
             others = {"x-sensitive": True}  # of a list, which its author may make of it

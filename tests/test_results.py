@@ -603,8 +603,12 @@ class Student(BaseModel):
         return {"in": home["town"], "at": "home"}
 
 
-class Tag(BaseModel, frozen=True):
-    name: str
+class Brief(BaseModel):
+    name: str = "tea"
+    price: int | None = None
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        return super().model_dump(**{**options, "exclude_none": True})
 
 
 @pydantic_dataclass
@@ -680,8 +684,8 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (Any, [Student(courses=COURSES)], {"result": [STUDENT]}),
     (Student, Student(courses={"a"}, more={b"?>~"}), {**STUDENT, "courses": ["a"], "more": ["Pz5+"]}),
     (dict, {"a": Wine("Nero")}, {"a": {"name": "Nero", "vintage": 2000}}),
-    (Any, {Tag(name="a")}, {"result": [{"name": "a"}]}),
-    (dict[str, Any], {"a": {Tag(name="a")}}, {"a": [{"name": "a"}]}),
+    (Any, [{b"?>~"}, {date(2026, 2, 3)}], {"result": [["Pz5+"], ["2026-02-03"]]}),
+    (dict, {"a": Brief()}, {"a": {"name": "tea"}}),
 ]
 """A hint, what a function returns by it, and what is sent."""
 
@@ -812,9 +816,8 @@ def test_an_instance_is_sent_as_it_is(hint: Any, value: Any, written: Any) -> No
 
 
 def test_a_serializer_that_gives_an_object_is_an_error() -> None:
-    for value in ([1], {"a": 1}):
-        hint = Annotated[Any, PlainSerializer(lambda _: [object(), 1], when_used="json")]
-        assert "nothing says what" in refused(hint, value).message
+    hint = Annotated[Any, PlainSerializer(lambda _: [object(), 1], when_used="json")]
+    assert "nothing says what" in refused(dict[str, hint], {"a": 1}).message  # type: ignore[valid-type]
 
 
 def test_what_an_iterator_gives_is_sent_as_it_is() -> None:

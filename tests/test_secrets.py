@@ -833,6 +833,45 @@ def test_what_a_serializer_makes_of_marked_items_is_hidden() -> None:
         assert SECRET_TEXT not in json.dumps(shown(returning(hint, value), value))
 
 
+class Team(BaseModel):
+    """What it writes of people has no marks."""
+
+    lead: Annotated[str, MARKED] = SECRET_TEXT
+    labels: dict[str, Any] = {"color": "blue", "sizes": [1, {"a": 2}]}
+    people: list[Private] = []
+    former: list[Private] = [PRIVATE]
+
+    @field_serializer("people")
+    def as_they_come(self, people):  # type: ignore[no-untyped-def]
+        return people
+
+    @field_serializer("former")
+    def counted(self, former: list[Private]) -> dict[str, int]:
+        return {"count": len(former)}
+
+
+class Bill(TypedDict):
+    card: Annotated[str, MARKED]
+    price: Annotated[float, PlainSerializer(lambda price: f"{price:.2f}")]
+
+
+TEAM = {"lead": REDACTED, "labels": Team().labels, "people": [], "former": {"count": 1}}
+BILL = {"card": REDACTED, "price": "1.50"}
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "written"),
+    [
+        (Team, Team(), TEAM),
+        (Any, [Team()], {"result": [TEAM]}),
+        (dict, {"a": Team()}, {"a": TEAM}),
+        (list[Bill], [{"card": SECRET_TEXT, "price": 1.5}], {"result": [BILL]}),
+    ],
+)
+def test_what_nothing_marks_is_shown_beside_it(hint: Any, value: Any, written: Any) -> None:
+    assert shown(returning(hint, value), value) == written
+
+
 async def test_beside_what_middleware_adds_all_marks_hold() -> None:
     class Adding(Middleware):
         def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
