@@ -36,8 +36,8 @@ def redact(value: Any, *marks: JSONSchema, hides_others: bool = True) -> Any:
     """Copy plain JSON with `***REDACTED***` in the place of each value that one of `marks`, of `marks_of()`, marks.
 
     Where something is marked, names that no schema has are hidden too (`hides_others`): whoever wrote them may have
-    meant the marked one. A list in the place of an object, or an object in the place of a list, is held against the
-    marks of both, as middleware may have paged it. Not by `apcore.redact_sensitive`, which overlooks the values of maps
+    meant the marked one. A list in the place of an object, or an object in the place of a list, is searched for what
+    either marks: middleware may have paged it. Not by `apcore.redact_sensitive`, which overlooks the values of maps
     (`additionalProperties`) and by default blanks innocent keys that contain a word: "author", "tokens_used"."""
     applied = [mark for mark in in_place(*marks) if mark]
     if value is None or not applied:
@@ -258,11 +258,9 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         parts = [[*in_place(*part_schemas(schemas, i))] for i in range(len(value))] if schemas else [[]] * len(value)
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
         items = [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
-        # A set is in no order, unless its author says in which.
-        is_sorted = (
-            isinstance(value, Set) and isinstance(form, list) and sorted(map(repr, form)) == sorted(map(repr, items))
-        )
-        return form if is_sorted else items
+        if isinstance(value, Set) and isinstance(form, list) and sorted(map(repr, form)) == sorted(map(repr, items)):
+            return form  # in the order that its author gives it
+        return items
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
     if isinstance(value, _BYTES):  # pydantic has the alphabet of URLs
