@@ -147,9 +147,10 @@ def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     before = {*sys.modules}
     yield tmp_path
-    for name in {*sys.modules} - before:
-        if str(tmp_path) in repr(sys.modules[name]):
-            del sys.modules[name]
+    # All before any goes: a package without `__init__.py` asks the one around it where it is.
+    own = [name for name in {*sys.modules} - before if str(tmp_path) in repr(sys.modules[name])]
+    for name in own:
+        del sys.modules[name]
 
 
 def of_page(page: str) -> Any:

@@ -497,8 +497,13 @@ def test_a_moment_of_numpys_is_its_iso_text(hint: Any) -> None:
         assert sent(returning(hint, None), value) == {"result": written}
 
 
-class MissingDate(date):
+class MissingDate(datetime):
     """As pandas' NaT."""
+
+    nanosecond = math.nan
+
+    def isoformat(self, *_: Any) -> str:
+        return "NaT"
 
     def __ne__(self, other: object) -> bool:
         return True
