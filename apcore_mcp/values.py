@@ -227,7 +227,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             return pandas.isoformat()
     is_base64 = any(each.get("format") == BASE64 for each in schemas)
     if form is not _NO_FORM and not is_nat and (is_base64 or _is_written(value, form)):
-        if isinstance(form, (dict, list)) and _holds_unknown(form):
+        if form == _UNKNOWN or (isinstance(form, (dict, list)) and _holds_unknown(form)):
             raise TypeError(f"nothing says what the serializer gives at {place}")
         return form
     if isinstance(value, Decimal) and value.is_finite():
