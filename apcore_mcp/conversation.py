@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -146,7 +145,7 @@ class Conversation:
         self.status = ""  # what was last reported, as a task tells it
         self._loop = asyncio.get_running_loop()
         self._room = room
-        self._keys: Counter[str] = Counter()  # of all questions that it has asked
+        self._keys: list[str] = []  # of all questions that it has asked, as they were given
         self._progress = -math.inf  # the last number that was sent
         self._unsent: Future[None] | None = None  # the last report from another loop
         self._news = asyncio.Event()  # set when it may have something to answer the request with
@@ -297,9 +296,10 @@ class Conversation:
             answer = self._loop.create_task(request)
         answer.add_done_callback(silence)
         key = key or "input"
-        self._keys[key] += 1
-        if self._keys[key] > 1:  # a client may take a key for the question that it has answered
-            key = f"{key}-{self._keys[key]}"
+        self._keys.append(key)
+        number = self._keys.count(key)
+        if number > 1:  # a client may take a key for the question that it has answered
+            key = f"{key}-{number}"
         params = {"mode": "form", "message": message, "requestedSchema": form}
         self.questions[key] = _Question({"method": "elicitation/create", "params": params}, answer)
         if self.task is not None:

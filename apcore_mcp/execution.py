@@ -122,9 +122,6 @@ class _SchemaView(_View):
     apcore asks for its JSON schema three times in every call, to redact what hooks may log, and pydantic writes it anew
     each time. That is most of what a call with ten fields costs. This goes when apcore keeps it."""
 
-    def __init__(self, schema: Any) -> None:
-        super().__init__(schema)
-
     def model_json_schema(self) -> dict[str, Any]:
         return marks_of(self.viewed)
 
@@ -173,9 +170,6 @@ def _view_of(schema: Any) -> Any:
 
 class _RegistryView(_View):
     """A registry whose modules are views."""
-
-    def __init__(self, registry: Registry) -> None:
-        super().__init__(registry)
 
     def get(self, *arguments: Any, **options: Any) -> _ModuleView | None:
         module = self.viewed.get(*arguments, **options)
