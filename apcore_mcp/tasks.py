@@ -45,7 +45,7 @@ _TASK_RESULT = "task_result"
 _TASK_RESULT_TEXT = "Get the result of a call that goes on. This waits for up to 20 seconds: while you are told that it"
 _TASK_RESULT_TEXT += " still goes on, ask again."
 _TASK_ID = {"type": "string", "description": "The id that the call was answered with"}
-_CANCEL = {"type": "boolean", "default": False, "description": "Whether to end the call"}
+_CANCEL = {"type": "boolean", "description": "Whether to end the call"}
 _WAIT_SECONDS = 20.0  # how long `task_result` waits
 
 
@@ -227,7 +227,7 @@ class Tasks(Extension):
         self._catalog = catalog
         self._has_warned = False
         properties = {"task_id": _TASK_ID, "cancel": _CANCEL}
-        taken = {"type": "object", "properties": properties, "required": ["task_id"], "additionalProperties": False}
+        taken = {"type": "object", "properties": properties, "required": ["task_id"]}
         about = (_TASK_RESULT, "Result of a call", _TASK_RESULT_TEXT, None, taken)
         annotations = ModuleAnnotations(open_world=False)
         self.tool = Tool(ModuleDescriptor(*about, output_schema={}, annotations=annotations), None, options)
