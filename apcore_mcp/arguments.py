@@ -27,9 +27,8 @@ from .schemas import (
     JSONSchema,
     ModelType,
     SchemaConverter,
-    branches,
+    admits,
     in_place,
-    is_valid,
     map_subschemas,
     marks_of_schema,
     marks_sensitive,
@@ -37,7 +36,6 @@ from .schemas import (
     object_schema,
     part_schemas,
     properties_of,
-    types_of,
     without_defaults,
 )
 from .values import marks_default, marks_in, redact
@@ -211,7 +209,7 @@ def _as_described(value: Any, schemas: Iterable[JSONSchema]) -> Any:
     """Copy plain JSON with the names that schemas have first, and with `***REDACTED***` where something of another type
     stands for what has marked parts: a model may read "Ada:1234" as a card with a number."""
     applied = [*in_place(*schemas)]
-    if not any(_admits(part, value) for part in applied) and any(map(marks_sensitive, applied)):
+    if not any(admits(part, value) for part in applied) and any(map(marks_sensitive, applied)):
         return value if value is None else REDACTED_VALUE
     if isinstance(value, dict):
         described = [name for part in applied for name in properties_of(part) if name in value]
@@ -220,12 +218,6 @@ def _as_described(value: Any, schemas: Iterable[JSONSchema]) -> Any:
     if isinstance(value, list):
         return [_as_described(item, [*part_schemas(applied, step)]) for step, item in enumerate(value)]
     return value
-
-
-def _admits(schema: JSONSchema, value: Any) -> bool:
-    """Whether `schema` itself, not the schemas in it that hold beside it, is of a value of this type."""
-    types = types_of(schema)
-    return is_valid(value, {"type": types}) if types else not branches(schema, IN_PLACE)
 
 
 def _kind(item: Any) -> str:

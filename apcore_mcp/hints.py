@@ -16,7 +16,7 @@ from enum import Flag
 from typing import Any, TypeGuard, cast, get_type_hints
 
 import pydantic
-from pydantic import ConfigDict, Secret, TypeAdapter
+from pydantic import ConfigDict, Secret, SecretStr, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
 
@@ -98,7 +98,12 @@ def nodes_of(schema: CoreSchema) -> list[CoreSchema]:
 DECIMAL = "decimal"  # a format of our own, which is not advertised
 BASE64 = "base64"  # the format of pydantic's `Base64Bytes`, which encodes itself
 _UNSAID = "as a serializer without a return type writes it"
-_SECRET = core_schema_of(TypeAdapter(Secret[str]))["serialization"]["function"]  # which pydantic has no public name for
+# What pydantic has no public names for: by what `Secret[...]` is read (a function made for each type) and written, and
+# by what `SecretStr` and `SecretBytes` are written.
+_SECRET = core_schema_of(TypeAdapter(Secret[str]))
+_SECRET_READ = _SECRET["python_schema"]["function"]["function"].__code__
+_SECRET_WRITTEN = _SECRET["serialization"]["function"]
+_SECRET_TEXT_WRITTEN = core_schema_of(TypeAdapter(SecretStr))["strict_schema"]["serialization"]["function"]
 
 
 def _is_pydantics(function: Any) -> bool:
@@ -128,19 +133,23 @@ def _is_plain(enum: CoreSchema) -> bool:
 
 
 def is_secret(schema: CoreSchema) -> bool:
-    """Whether a core schema is that of pydantic's `Secret[...]`, of which its JSON schema says nothing."""
-    return (schema.get("serialization") or {}).get("function") is _SECRET
+    """Whether a core schema is that of pydantic's `SecretStr`, `SecretBytes` or `Secret[...]`, whatever its author says
+    of its JSON schema, and by whatever function he writes it."""
+    if schema["type"] == "lax-or-strict":
+        return (schema["strict_schema"].get("serialization") or {}).get("function") is _SECRET_TEXT_WRITTEN
+    read = schema["python_schema"].get("function") if schema["type"] == "json-or-python" else None
+    return getattr(read and read["function"], "__code__", None) is _SECRET_READ
 
 
 class ReadForm(GenerateJsonSchema):
-    """The JSON schema of what pydantic reads, with a mark for its `Secret[...]`, which has none of pydantic's, and `{}`
-    for what JSON Schema cannot say."""
+    """The JSON schema of what pydantic reads, with a mark for its secrets, which theirs may not have, and `{}` for what
+    JSON Schema cannot say."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JSONSchema:
         return {}
 
-    def json_or_python_schema(self, schema: Any) -> JSONSchema:
-        form = super().json_or_python_schema(schema)
+    def generate_inner(self, schema: Any) -> JSONSchema:
+        form = super().generate_inner(schema)
         return {**form, "x-sensitive": True} if is_secret(schema) else form
 
 
@@ -160,10 +169,16 @@ class _WrittenForm(ReadForm):
     def decimal_schema(self, schema: Any) -> JSONSchema:
         return {**super().decimal_schema(schema), "format": DECIMAL}
 
+    def generate_inner(self, schema: Any) -> JSONSchema:
+        form = super().generate_inner(schema)
+        # An author's function is described by its return type alone, which marks nothing.
+        is_rewritten = bool(schema.get("serialization")) and not _is_pydantics(schema["serialization"].get("function"))
+        return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema) else form
+
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
             return {"$comment": _UNSAID}
-        if schema.get("function") is _SECRET:
+        if schema.get("function") is _SECRET_WRITTEN:
             return {"x-sensitive": True}
         return super().ser_schema(schema)
 
@@ -332,11 +347,12 @@ def rewritten(schema: CoreSchema) -> list[CoreSchema]:
 
 
 def hints_mark(schema: CoreSchema) -> bool:
-    """Whether hints mark something in `schema`, as in `list[Annotated[str, ...]]`. What models and dataclasses mark,
-    their instances tell."""
+    """Whether hints mark something in `schema`, as in `list[SecretStr]`. What models and dataclasses mark, their
+    instances tell."""
     for node in _outside_classes(schema):
         metadata = node.get("metadata") or {}
-        if mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")]):
+        marked = mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")])
+        if marked or is_secret(node):
             return True
     return False
 
@@ -367,7 +383,7 @@ def how_written(kind: type) -> Written:
 
 def _how_written(kind: type) -> Written:
     own = next(node for node in nodes_of(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
-    inner = next((node for node in nodes_of(own["schema"]) if "fields" in node), {})
+    inner = next((node for node in nodes_of(own["schema"]) if "fields" in node and not own.get("root_model")), {})
     fields = inner.get("fields", {})
     fields = dict(fields) if isinstance(fields, dict) else {field["name"]: field for field in fields}
     computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import marshal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
@@ -272,6 +273,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False)  # pydantic's would use up a genera
 def _read_back(value: Any) -> tuple[bool, Any]:
     """Whether a value is what its JSON says (no model, date or set is in it, and no key 1), and what that says."""
     with suppress(ValueError, TypeError, RecursionError):
+        marshal.dumps(value)  # which refuses subclasses: a text of a class of its own may mark itself
         written = from_json(_ENCODER.encode(value))
         return bool(written == value), written
     return False, None

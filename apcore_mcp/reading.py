@@ -23,7 +23,7 @@ class _Held:
 
 def _made(kind: Any) -> Callable[[Any], Any]:
     def make(held: Any) -> Any:
-        values = {**vars(held), **(held.__pydantic_extra__ or {})}
+        values = {**vars(held), **(getattr(held, "__pydantic_extra__", None) or {})}
         return kind.model_construct(_fields_set=held.__pydantic_fields_set__, **values)
 
     return make

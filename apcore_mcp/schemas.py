@@ -162,6 +162,12 @@ def is_valid(value: Any, schema: JSONSchema) -> bool:
     return Draft202012Validator(schema).is_valid(value)
 
 
+def admits(schema: JSONSchema, value: Any) -> bool:
+    """Whether `schema` itself, not the schemas in it that hold beside it, is of a value of this type."""
+    types = types_of(schema)
+    return is_valid(value, {"type": types}) if types else not branches(schema, IN_PLACE)
+
+
 def plain_json(value: Any) -> Any:
     """Copy `value` into plain JSON types; ValueError for what JSON cannot say, NaN included."""
     return from_json(to_json(value, inf_nan_mode="constants"), allow_inf_nan=False)

@@ -25,7 +25,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
 from .hints import BASE64, DECIMAL, how_written, marks_of
-from .schemas import JSONObject, JSONSchema, branches, in_place, part_schemas, properties_of, text_of, types_of
+from .schemas import JSONObject, JSONSchema, admits, branches, in_place, part_schemas, properties_of, text_of, types_of
 
 # ---- Secrets ----
 
@@ -187,13 +187,15 @@ def _holds_unknown(form: Any) -> bool:
 
 
 def _is_written(value: Any, form: Any) -> bool:
-    """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of bytes, which are base64 here, and
-    not of what it does not know. The parts of a container are looked at one by one, unless its author writes it in
-    another form."""
+    """Whether `form`, the JSON that pydantic makes of a value, is to be sent: not of what it does not know, and not of
+    bytes, which are base64 here. The parts of a container are looked at one by one. But where an author writes another
+    form than pydantic's own, his holds."""
     if value is None or type(value) in _PLAIN:
         return True
-    if isinstance(value, _BYTES) or form == _UNKNOWN:
+    if form == _UNKNOWN:
         return False
+    if isinstance(value, _BYTES):  # for which pydantic by itself has two texts, and its authors others
+        return form not in (bytes(value).decode(errors="replace"), base64.urlsafe_b64encode(value).decode())
     if isinstance(value, Mapping) and isinstance(form, dict):
         if len(form) == len(value) and all(key in form for key in value):
             return False
@@ -218,8 +220,9 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         adapter = TypeAdapter[Any](type(value))
         value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
     types = {name for schema in schemas for name in types_of(schema)}
-    if type(value) in (int, float) and "number" not in types and any(each.get("format") == DECIMAL for each in schemas):
-        return str(value)  # where a Decimal was meant
+    is_decimals = type(value) in (int, float) and any(each.get("format") == DECIMAL for each in schemas)
+    if is_decimals and not any(admits(each, value) for each in schemas):
+        return str(value)
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
     if isinstance(value, datetime | timedelta) and not is_nat:
         pandas: Any = value  # whose nanoseconds pydantic would cut
@@ -247,19 +250,27 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
     prefix = "" if place == "the root" else f"{place}."
     if isinstance(value, Mapping):
         written: JSONObject = {}
-        for key, item in value.items():
+        anything: list[JSONSchema] = [{} for each in schemas if each.get("additionalProperties") is True]
+        has_all = isinstance(form, dict) and len(form) == len(value)
+        for (key, item), given in zip(value.items(), form if has_all else value, strict=True):
             name = _name_in_json(key)
+            if has_all and not isinstance(key, str) and given != _UNKNOWN:  # a date in the form of its author
+                name = given
             if name in written:
                 raise ValueError(f"two keys are {name!r} at {place}")
             part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM
-            written[name] = as_json(item, [*in_place(*part_schemas(schemas, name))], prefix + name, part)
+            described = [*in_place(*part_schemas(schemas, name)), *anything]
+            written[name] = as_json(item, described, prefix + name, part)
         return written
     if is_array(value):
         parts = [[*in_place(*part_schemas(schemas, i))] for i in range(len(value))] if schemas else [[]] * len(value)
         forms = form if isinstance(form, list) and not isinstance(value, Set) else [_NO_FORM] * len(value)
         items = [as_json(item, parts[index], f"{prefix}{index}", forms[index]) for index, item in enumerate(value)]
-        if isinstance(value, Set) and isinstance(form, list) and sorted(map(repr, form)) == sorted(map(repr, items)):
-            return form  # in the order that its author gives it
+        if isinstance(value, Set) and isinstance(form, list):
+            by_itself = to_jsonable_python(value, bytes_mode="base64", fallback=lambda _: _UNKNOWN)
+            given, own, others = (sorted(map(repr, each)) for each in (form, items, by_itself))
+            if given == own or (given != others and not holds_bytes(value)):
+                return form  # in the order, or the form, that its author gives it
         return items
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
@@ -392,7 +403,8 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     elif is_array(value):
         inner = {"prefixItems": [*parts.values()], "items": {"anyOf": marked}}
     else:
-        inner = {"properties": parts, "additionalProperties": {"anyOf": marked}}
+        is_named = isinstance(value, BaseModel) or _is_dataclass(value)  # and others are hidden
+        inner = {"properties": parts} | ({} if is_named else {"additionalProperties": {"anyOf": marked}})
     if not marked and not others:
         return own
     return {"anyOf": [own, {"items": others}, inner if marked else {}]}
