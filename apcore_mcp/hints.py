@@ -106,14 +106,15 @@ _SECRET_WRITTEN = _SECRET["serialization"]["function"]
 _SECRET_TEXT_WRITTEN = core_schema_of(TypeAdapter(SecretStr))["strict_schema"]["serialization"]["function"]
 
 
-def _is_pydantics(function: Any) -> bool:
+def is_pydantics(function: Any) -> bool:
+    function = getattr(function, "func", function)  # of a `functools.partial`
     return (getattr(function, "__module__", None) or "").startswith("pydantic.")
 
 
 def _is_authors(serializer: JSONObject | None) -> bool:
     """Whether nothing says what `serializer` writes: an author's without a return type or with an open one such as Any,
     or `SerializeAsAny`."""
-    if not serializer or _is_pydantics(serializer.get("function")):
+    if not serializer or is_pydantics(serializer.get("function")):
         return False
     return "return_schema" not in serializer or is_open(serializer["return_schema"])
 
@@ -122,7 +123,7 @@ def _is_of_class(schema: CoreSchema) -> bool:
     """Whether a model or a dataclass is written by its author's own function. What that says of its type does not tell
     under which names it writes what is marked."""
     function = (schema.get("serialization") or {}).get("function")
-    return schema.get("type") in ("model", "dataclass") and function is not None and not _is_pydantics(function)
+    return schema.get("type") in ("model", "dataclass") and function is not None and not is_pydantics(function)
 
 
 def _is_plain(enum: CoreSchema) -> bool:
@@ -172,7 +173,7 @@ class _WrittenForm(ReadForm):
     def generate_inner(self, schema: Any) -> JSONSchema:
         form = super().generate_inner(schema)
         # An author's function is described by its return type alone, which marks nothing.
-        is_rewritten = bool(schema.get("serialization")) and not _is_pydantics(schema["serialization"].get("function"))
+        is_rewritten = bool(schema.get("serialization")) and not is_pydantics(schema["serialization"].get("function"))
         return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema) else form
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
@@ -285,7 +286,7 @@ def _is_restated(schema: CoreSchema) -> bool:
     functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
     functions += filter(callable, [metadata.get("pydantic_js_extra")])
     functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
-    return any(not _is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
+    return any(not is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
 
 
 def is_open(schema: CoreSchema) -> bool:
@@ -323,14 +324,15 @@ def _is_own(serializer: Any, kind: type) -> bool:
     return function is not None and getattr(kind, getattr(function, "__name__", ""), None) is function
 
 
-def _outside_classes(schema: CoreSchema) -> Iterator[CoreSchema]:
-    """`schema` and the core schemas in it, but for what models and dataclasses in it say themselves."""
+def outside_classes(schema: CoreSchema, base: type | tuple[()] = ()) -> Iterator[CoreSchema]:
+    """`schema` and the core schemas in it, but for what models and dataclasses in it say themselves. The subclasses of
+    `base` count as none."""
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
         if is_schema(part):
             yield part
-        if not is_schema(part) or part["type"] not in ("model", "dataclass"):
+        if not is_schema(part) or part["type"] not in ("model", "dataclass") or issubclass(part["cls"], base):
             parts += _parts_of(part)
 
 
@@ -338,7 +340,7 @@ def rewritten(schema: CoreSchema) -> list[CoreSchema]:
     """The core schemas in `schema` by which an author's function may write something in another form, but for what a
     model or dataclass in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
     found = []
-    for node in _outside_classes(schema):
+    for node in outside_classes(schema):
         serializer = node.get("serialization") or {}
         is_of_class = node["type"] in ("model", "dataclass") and _is_own(serializer, node["cls"])
         if _is_authors(serializer) and serializer.get("type") != "any" and not is_of_class:
@@ -349,7 +351,7 @@ def rewritten(schema: CoreSchema) -> list[CoreSchema]:
 def hints_mark(schema: CoreSchema) -> bool:
     """Whether hints mark something in `schema`, as in `list[SecretStr]`. What models and dataclasses mark, their
     instances tell."""
-    for node in _outside_classes(schema):
+    for node in outside_classes(schema):
         metadata = node.get("metadata") or {}
         marked = mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")])
         if marked or is_secret(node):

@@ -36,7 +36,7 @@ from .hints import (
     written_form,
 )
 from .promises import validator_of
-from .reading import Reader
+from .reading import Reader, Returned
 from .schemas import (
     JSONObject,
     JSONSchema,
@@ -101,7 +101,7 @@ class Output:
         elif isinstance(self._declared, ModelType) and (function is None or function.returns is not dict):
             self._adapter = TypeAdapter(self._declared)
             if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
-                model = create_model("Result", __config__=_ANY_CLASS, result=(function.returns, ...))
+                model = create_model("Result", __base__=Returned, result=(function.returns, ...))
                 self._adapter = TypeAdapter(model)
             schema = written_form(self._declared, self._adapter)
         self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be

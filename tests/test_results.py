@@ -27,10 +27,12 @@ from pydantic import (
     AfterValidator,
     Base64Bytes,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
     RootModel,
+    WrapValidator,
     computed_field,
     field_serializer,
     model_validator,
@@ -560,6 +562,7 @@ async def test_another_module_is_given_a_dict() -> None:
 
 Money = Annotated[Decimal, PlainSerializer(lambda amount: f"{amount:.2f} EUR", return_type=str)]
 Price = Annotated[Decimal, PlainSerializer(float, return_type=float, when_used="json")]
+Day = Annotated[date, PlainSerializer(lambda day: f"{day:%d.%m.}", return_type=str, when_used="json")]
 
 
 @dataclass
@@ -606,6 +609,31 @@ class Student(BaseModel):
     @field_serializer("home", when_used="json")
     def in_short(self, home: dict[str, str]) -> Any:
         return {"in": home["town"], "at": "home"}
+
+
+class Scanned(BaseModel):
+    digest: bytes
+    more: Any = None
+
+    @field_serializer("digest", when_used="json")
+    def in_hex(self, digest: bytes) -> str:
+        return digest.hex()
+
+
+class Hexed(BaseModel):
+    model_config = ConfigDict(ser_json_bytes="hex", ser_json_timedelta="float")
+    digest: bytes
+    breaks: set[timedelta] = {timedelta(hours=1)}
+    by_break: dict[timedelta, int] = {timedelta(hours=1): 2}
+
+
+class Setting(BaseModel):
+    name: str
+    price: Any
+
+
+class Paid(BaseModel):
+    price: Decimal
 
 
 class Brief(BaseModel):
@@ -658,6 +686,7 @@ class Averaged(BaseModel):
 COURSES = {f"c{number}" for number in range(9)}
 STUDENT = {"courses": sorted(COURSES), "iban": None, "home": {"in": "Rome", "at": "home"}, "more": None}
 ONE = Decimal("1.1")
+PRICES = {"result": [{"price": "1.1"}, {"name": "a", "price": 3}]}
 NAN = float("nan")
 ARRAY = Array([1, 2])
 WRITTEN: list[tuple[Any, Any, Any]] = [
@@ -691,6 +720,15 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict, {"a": Wine("Nero")}, {"a": {"name": "Nero", "vintage": 2000}}),
     (Any, [{b"?>~"}, {date(2026, 2, 3)}], {"result": [["Pz5+"], ["2026-02-03"]]}),
     (dict, {"a": Brief()}, {"a": {"name": "tea"}}),
+    (Scanned, Scanned(digest=b"ab"), {"digest": "6162", "more": None}),
+    (Hexed, Hexed(digest=b"ab"), {"digest": "6162", "breaks": [3600.0], "by_break": {"3600": 2}}),
+    (dict[Day, Any], {date(2026, 2, 3): {date(2026, 2, 3)}}, {"03.02.": ["2026-02-03"]}),
+    (dict[str, set[Day] | bytes], {"a": {date(2026, 2, 3)}}, {"a": ["03.02."]}),
+    (list[Paid | Setting], [Paid(price=ONE), Setting(name="a", price=3)], PRICES),
+    (list[Paid | dict[str, Any]], [Paid(price=ONE), {"name": "a", "price": 3}], PRICES),
+    (dict[date, int | Decimal], {date(2026, 2, 3): 3}, {"2026-02-03": 3}),
+    (Iterable[Money], {ONE}, {"result": ["1.10 EUR"]}),
+    (Iterable[Paid], (Paid(price=ONE),), {"result": [{"price": "1.1"}]}),
 ]
 """A hint, what a function returns by it, and what is sent."""
 
@@ -769,6 +807,46 @@ class Stay(TypedDict):
     nights: Annotated[int, Field(ge=1)]
 
 
+class Names(RootModel[list[str]]):
+    @model_validator(mode="after")
+    def in_capitals(self) -> Any:
+        self.root = [name.upper() for name in self.root]
+        return self
+
+
+class Crew(BaseModel):
+    names: Names
+
+    @model_validator(mode="after")
+    def checked(self) -> Any:
+        return self
+
+
+class Taxed(BaseModel):
+    due: date
+    amount: float
+
+    @computed_field
+    def tax(self) -> float:
+        return self.amount / 5
+
+
+class Bills(RootModel[list[Taxed]]): ...
+
+
+Metres = Annotated[float, AfterValidator(lambda km: km * 1000)]
+Cents = Annotated[int, BeforeValidator(lambda euros: int(float(euros) * 100))]
+More = Annotated[int, WrapValidator(lambda number, read: read(number) + 1)]
+
+
+class Leg(TypedDict):
+    length: Metres
+
+
+class Sold(BaseModel):
+    price: Cents
+
+
 @dataclass
 class Trip:
     day: date
@@ -809,6 +887,14 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Trip, trip(day=DAY), {"result": TRIP}),
     (Trip, trip(price=3), {"result": {**TRIP, "price": "3"}}),
     (Trip, trip(stops=("Rome",)), {"result": {**TRIP, "stops": ["Rome"]}}),
+    (Crew, {"names": ["ann"]}, {"names": ["ANN"]}),
+    (Bills, [{"due": DAY, "amount": 10}], {"result": [{"due": DAY, "amount": 10.0, "tax": 2.0}]}),
+    (Metres, 2.0, {"result": 2.0}),
+    (list[Leg], [{"length": 2.0}], {"result": [{"length": 2.0}]}),
+    (dict[str, More], {"a": 1}, {"a": 1}),
+    (Cents, 1250, {"result": 1250}),
+    (Cents, "12.50", {"result": 1250}),
+    (list[Sold], [{"price": "12.50"}], {"result": [{"price": 1250}]}),
 ]
 """A hint, what is returned by it, and what is sent, however often."""
 

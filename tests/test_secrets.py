@@ -48,6 +48,7 @@ from pydantic import (
     field_validator,
     model_serializer,
 )
+from pydantic.alias_generators import to_camel
 from support import (
     INTEGER,
     MARK,
@@ -562,6 +563,26 @@ def test_a_secret_str_is_a_mark_of_answers() -> None:
     assert shown(returning(Any, [CONNECTION]), [CONNECTION]) == {"result": [hidden]}
 
 
+class Revealed(BaseModel):
+    password: SecretStr
+    pins: list[Secret[int]]
+
+    @field_serializer("password", when_used="json")
+    def reveal(self, password: SecretStr) -> str:
+        return password.get_secret_value()
+
+    @field_serializer("pins")
+    def reveal_all(self, pins: list[Secret[int]]) -> list[int]:
+        return [pin.get_secret_value() for pin in pins]
+
+
+def test_a_serializer_reveals_no_secret() -> None:
+    revealed = Revealed(password=SecretStr(SECRET_TEXT), pins=[Secret[int](SECRET_PIN)])
+    hidden = {"password": REDACTED, "pins": REDACTED}
+    assert shown(returning(Revealed, revealed), revealed) == hidden
+    assert shown(returning(Any, [revealed]), [revealed]) == {"result": [hidden]}
+
+
 def log_in(login: Connection) -> str:
     raise InvalidInputError(f"cannot connect as {login.password.get_secret_value()}")
 
@@ -570,8 +591,17 @@ def unlock(locker: int, pin: Secret[int]) -> str:
     raise InvalidInputError(f"{pin.get_secret_value()} does not open {locker}")
 
 
+def open_as(key: Annotated[SecretStr, Field(json_schema_extra={"format": "api-key"})]) -> str:
+    raise InvalidInputError(f"{key.get_secret_value()} opens nothing")
+
+
+def open_by(key: Annotated[SecretStr, WithJsonSchema({"type": "string"})]) -> str:
+    raise InvalidInputError(f"{key.get_secret_value()} opens nothing")
+
+
 LOGINS = [{"login": {"user": user, "password": SECRET_TEXT}} for user in ("bob", [])]
 REPEATED = [(log_in, LOGINS[0], 1), (log_in, LOGINS[1], 0), (unlock, {"locker": 3, "pin": SECRET_PIN}, 1)]
+REPEATED += [(each, {"key": SECRET_TEXT}, 1) for each in (open_as, open_by)]
 
 
 @pytest.mark.parametrize(("function", "arguments", "questions"), REPEATED)
@@ -758,6 +788,24 @@ class Holding:
         return f"it holds {self.held}"
 
 
+class Token(str):
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return handler(str)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
+        return {**handler(schema), **MARK}
+
+
+class Camel(BaseModel):
+    own_pin: Annotated[str, MARKED] = SECRET_TEXT
+    patient: Patient = PATIENT
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        return {to_camel(name): value for name, value in super().model_dump(**options).items()}
+
+
 class Keeper:
     def __init__(self) -> None:
         self.patient = PATIENT
@@ -799,6 +847,8 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "enum": (Any, [Kind.PATIENT]),
     "enum_by_hint": (list[Kind], [Kind.PATIENT]),
     "typed_dict": (list[Named], [{"held": PATIENT}]),
+    "text_of_a_class": (dict, {"a": Token(SECRET_TEXT)}),
+    "renaming_dump": (Any, [Camel()]),
     "object": (Any, [Keeper()]),
     "object_of_slots": (Any, Holding(Holding(PRIVATE))),
     "error": (Any, [ValueError(PATIENT)]),

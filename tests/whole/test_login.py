@@ -299,7 +299,7 @@ async def test_an_issuer_that_is_gone_is_asked_seldom_and_found_again(monkeypatc
 
 async def test_an_issuer_that_hangs_holds_up_nobody(monkeypatch: Monkeypatch) -> None:
     """Known keys hold while it does, what needs it is given up in time, and it is sent one request for all."""
-    monkeypatch.setattr(example, "FETCH_SECONDS", 0.2)
+    monkeypatch.setattr(example, "FETCH_SECONDS", 1.0)
     async with issuing() as issuer, locked(issuer.url) as door:
         issuer.answers.clear()
         async with asyncio.timeout(20):
