@@ -259,15 +259,14 @@ async def test_sync_modules_have_context_variables_of_their_call() -> None:
     """As tracing and web frameworks need it: what a middleware sets is set in the module."""
     tenant = contextvars.ContextVar("tenant", default="nobody")
 
-    class Tenant(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
-            tenant.set(inputs["tenant"])
+    def set_tenant(module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        tenant.set(inputs["tenant"])
 
     def tell(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
         return {"tenant": tenant.get(), "in_a_thread": threading.current_thread() is not server_thread}
 
     executor = Executor(registry_of({"t.tell": tell}))
-    executor.use(Tenant())
+    executor.use_before(set_tenant)
     async with connect(executor) as client:
         server_thread = next(thread for thread in threading.enumerate() if thread.name == "apcore-mcp")
         assert server_thread.daemon, "it would keep the program it serves"

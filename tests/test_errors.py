@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 
 import httpx
 import pytest
-from apcore import ACL, ACLRule, Executor, FunctionModule, Middleware, ModuleError
+from apcore import ACL, ACLRule, Executor, FunctionModule, ModuleError
 from apcore.approval import ApprovalResult
 from apcore.cancel import ExecutionCancelledError
 from apcore.errors import (
@@ -329,10 +329,9 @@ async def test_an_unreadable_error_is_quoted_nowhere(mode: str, caplog: Caplog) 
 # ---- Errors that apcore itself produces ----
 
 
-class Broken(Middleware):
-    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
-        if module_id == "broken.middleware":
-            raise RuntimeError("/etc/passwd")
+def break_down(module_id: str, inputs: dict[str, Any], context: Any) -> None:
+    if module_id == "broken.middleware":
+        raise RuntimeError("/etc/passwd")
 
 
 # Who is called, what that one does, what is told, and the type of the error.
@@ -355,7 +354,7 @@ async def test_a_guard_is_told_without_its_details(caplog: Caplog) -> None:
     modules |= {f"deep.m{number}": calls(f"deep.m{number + 1}") for number in range(1, 40)}
     modules |= {"round.two": calls("round.one"), "inner.crash": raising(lambda: RuntimeError("/etc/passwd"))}
     acl = ACL([ACLRule(callers=["*"], targets=["shut.*"], effect="deny")], default_effect="allow")
-    async with connect(Executor(registry_of(modules), acl=acl, middlewares=[Broken()])) as client:
+    async with connect(Executor(registry_of(modules), acl=acl).use_before(break_down)) as client:
         for tool, (_, text, code) in GUARDS.items():
             caplog.clear()
             result = await client.call_tool(tool, {})
@@ -459,13 +458,9 @@ def test_twenty_faults_are_told_each_shortened() -> None:
 async def test_a_client_is_told_each_wrong_argument(validate_inputs: bool) -> None:
     """With `validate_inputs`, before the Executor sees the call."""
     seen: list[str] = []
-
-    class Sees(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
-            seen.append("executor")
-
     modules = {name: FunctionalModule(echo, input_schema=schema) for name, schema in TAKES.items()}
-    executor = Executor(registry_of(modules), middlewares=[Sees()])
+    executor = Executor(registry_of(modules))
+    executor.use_before(lambda module_id, inputs, context: seen.append("executor"))
     async with connect(executor, validate_inputs=validate_inputs) as client:
         for tool, told in zip(TAKES, ("int_type", "type"), strict=True):
             report = failure(await client.call_tool(tool, {**PICTURE, "sizes": [{"width": "1", "height": 2}]}))
@@ -499,9 +494,7 @@ def test_of_a_tagged_union_the_field_is_named() -> None:
 async def test_what_a_module_or_middleware_spoils_is_told_as_it_is() -> None:
     """Though what was validated is no longer what the client sent: a part is taken out, put in, or another."""
 
-    class Changes(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any] | None:
-            return {"fills.name": {"name": "ann"}, "takes.size": {"width": "wide", "height": 1}}.get(module_id)
+    changed = {"fills.name": {"name": "ann"}, "takes.size": {"width": "wide", "height": 1}}
 
     def refuse(inputs: dict[str, Any], context: Any) -> Any:
         inputs.pop("name")
@@ -511,7 +504,8 @@ async def test_what_a_module_or_middleware_spoils_is_told_as_it_is() -> None:
     taking = FunctionalModule(echo, input_schema=Size)
     registry = registry_of({"takes.name": refusing, "fills.name": refusing, "takes.size": taking})
     taken = ("name", "it is taken", "invalid")
-    async with connect(Executor(registry, middlewares=[Changes()])) as client:
+    executor = Executor(registry).use_before(lambda module_id, inputs, context: changed.get(module_id))
+    async with connect(executor) as client:
         assert lines_of(failure(await client.call_tool("takes.name", {"name": "ann"}))) == [taken]
         assert lines_of(failure(await client.call_tool("fills.name", {}))) == [taken]
         spoilt = failure(await client.call_tool("takes.size", {"width": 1, "height": 2}))

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import pytest
-from apcore import Executor, Middleware, ModuleError
+from apcore import Executor, ModuleError
 from conftest import FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
 from pydantic import (
@@ -270,13 +270,9 @@ async def test_structured_content_satisfies_the_schema() -> None:
 
 async def test_what_middleware_makes_of_it_is_held_against_the_promise() -> None:
     """What it adds breaks none: a client would refuse the result."""
-
-    class Adding(Middleware):
-        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-            return {**output, **inputs}
-
     closed = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
-    executor = Executor(registry_of({"demo.adds": gives({"n": 1}, output_schema=closed)}), middlewares=[Adding()])
+    executor = Executor(registry_of({"demo.adds": gives({"n": 1}, output_schema=closed)}))
+    executor.use_after(lambda module_id, inputs, output, context: {**output, **inputs})
     async with connect(executor) as client:
         assert (await client.call_tool("demo.adds", {"ms": 2})).structured_content == {"n": 1, "ms": 2}
         broken = failure(await client.call_tool("demo.adds", {"n": "one"}))
@@ -1003,14 +999,11 @@ async def test_by_a_dict_schema_json_decides() -> None:
     properties = {"at": {"type": "string"}, "price": {"type": "number"}, "pair": pair, "color": {"enum": ["red"]}}
     schema = {"type": "object", "properties": {**properties, "id": {"type": "string"}}, "additionalProperties": False}
     seen: list[Any] = []
-
-    class Watching(Middleware):
-        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-            seen.append(output)
-
     pairs = {"a.form": (1, 2), "a.wrong_form": ("a",)}
     modules = {name: gives({**given, "pair": each}, output_schema=schema) for name, each in pairs.items()}
-    async with connect(Executor(registry_of(modules), middlewares=[Watching()])) as client:
+    executor = Executor(registry_of(modules))
+    executor.use_after(lambda module_id, inputs, output, context: seen.append(output))
+    async with connect(executor) as client:
         assert (await client.call_tool("a.form", {})).structured_content == written
         report = failure(await client.call_tool("a.wrong_form", {}))
     assert seen == [written]

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import pytest
-from apcore import ACL, Config, Context, Executor, FunctionModule, Middleware, ModuleAnnotations, ModuleError, Registry
+from apcore import ACL, Config, Context, Executor, FunctionModule, ModuleAnnotations, ModuleError, Registry
 from apcore.approval import AlwaysDenyHandler
 from apcore.decorator import module as apcore_module
 from apcore.errors import InvalidInputError, ModuleNotFoundError, SchemaValidationError
@@ -282,14 +282,11 @@ def found_in_another_way() -> Executor:
 
 
 def refused_by_middleware() -> Executor:
-    class Refuses(Middleware):
-        def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> None:
-            if module_id == "login.it":
-                raise InvalidInputError(f"nobody logs in today: {inputs}")
+    def refuse(module_id: str, inputs: dict[str, Any], context: Any) -> None:
+        if module_id == "login.it":
+            raise InvalidInputError(f"nobody logs in today: {inputs}")
 
-    executor = piped(login_of(lambda inputs: {}))
-    executor.use(Refuses())
-    return executor
+    return piped(login_of(lambda inputs: {})).use_before(refuse)
 
 
 def replaced() -> Executor:
@@ -923,12 +920,9 @@ def test_what_nothing_marks_is_shown_beside_it(hint: Any, value: Any, written: A
 
 
 async def test_beside_what_middleware_adds_all_marks_hold() -> None:
-    class Adding(Middleware):
-        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-            return {"data": output, "by": PRIVATE}
-
-    modules = {"a.patient": returning(Patient, PATIENT)}
-    async with connect(Executor(registry_of(modules), middlewares=[Adding()])) as client:
+    executor = Executor(registry_of({"a.patient": returning(Patient, PATIENT)}))
+    executor.use_after(lambda module_id, inputs, output, context: {"data": output, "by": PRIVATE})
+    async with connect(executor) as client:
         assert SECRET_TEXT not in success_text(await client.call_tool("a.patient", {}))
 
 
@@ -952,9 +946,8 @@ async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
     """Also in a stream, of a binding, in what middleware copies or puts in, and for OpenAI."""
     held = {"held": deque([PATIENT, Ward(anything=PATIENT)])}
 
-    class Filling(Middleware):
-        def after(self, module_id: str, inputs: Any, output: Any, context: Any) -> Any:
-            return held if module_id == "a.filled" else {**output}
+    def fill(module_id: str, inputs: Any, output: Any, context: Any) -> Any:
+        return held if module_id == "a.filled" else {**output}
 
     def bound(count: int, context: Context) -> Any:
         assert (count, context.call_chain[-1]) == (1, "a.binding")
@@ -972,7 +965,8 @@ async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
         "an.account": gives(ACCOUNT, output_schema=Account),
     }
     for redacts in (True, False):
-        executor = Executor(registry_of(modules), middlewares=[Filling()])
+        executor = Executor(registry_of(modules))
+        executor.use_after(fill)
         note, told = noting()
         async with connect(executor, redact_output=redacts) as client:
             for name in modules:
