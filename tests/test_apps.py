@@ -4,7 +4,6 @@ clients are told of it. How the Explorer shows it is in test_explorer_page.py, a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +13,6 @@ from mcp.client import Client
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.shared.exceptions import MCPError
 from support import HANDSHAKE_VERSIONS, answer, gives, handshake, modern, text_of
-
-from apcore_mcp import discover
 
 PAGE = "<!doctype html>\r\n<title>Ü \u2028 \U0001f600</title>\n<p title='\"&amp;\\'>\t\0</p>"
 PAGE += "<script>'</script>'</script>\n\n"
@@ -68,67 +65,6 @@ async def test_half_of_a_surrogate_pair_in_a_page_harms_nobody() -> None:
     async with connect({"image.draw": gives({}, metadata=overlay("<p>\ud800"))}) as client:
         (read,) = (await client.read_resource("ui://image.draw")).contents
         assert read.text == "<p>?"
-
-
-async def test_a_page_comes_and_goes_with_its_module(mode: str) -> None:
-    registry = registry_of({"plain": echo})
-    async with connect(registry, mode=mode) as client:
-        assert await resources(client) == []
-        registry.register("late", gives({}, metadata=overlay(PAGE)))
-        assert await resources(client) == ["ui://late"]
-        registry.unregister("late")
-        registry.register("late", gives({}, metadata=overlay(PAGE + "2")))
-        (read,) = (await client.read_resource("ui://late")).contents
-        assert read.text == PAGE + "2"
-        registry.unregister("late")
-        assert await resources(client) == []
-        with pytest.raises(MCPError, match="Resource not found"):
-            await client.read_resource("ui://late")
-
-
-AUTHORED = {
-    "by_class.py": """
-class Draw:
-    description = "Draws"
-    input_schema = output_schema = {"type": "object"}
-    metadata = {"display": {"mcp": {"page": "<p>class"}}}
-
-    def execute(self, inputs, context):
-        return {}
-""",
-    "by_function.py": """
-from apcore.decorator import module
-
-@module(display={"mcp": {"page": "<p>function"}})
-def draw() -> dict:
-    return {}
-""",
-    "_work.py": "def draw() -> dict:\n    return {}\n",
-    "by_binding.binding.yaml": """
-spec_version: "1.0"
-bindings:
-  - module_id: by_binding.draw
-    target: "_work:draw"
-    auto_schema: true
-    metadata:
-      display:
-        mcp:
-          page: |
-            <p>binding
-""",
-}
-
-
-async def test_an_author_writes_it_in_the_display_overlay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in AUTHORED.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    async with connect(discover(str(tmp_path))) as client:
-        pages = {}
-        for tool in (await client.list_tools()).tools:
-            (read,) = (await client.read_resource(meta_of(tool)["resourceUri"])).contents
-            pages[tool.name.split(".")[0]] = read.text.strip()
-    assert pages == {"by_class": "<p>class", "by_function": "<p>function", "by_binding": "<p>binding"}
 
 
 def test_the_extension_is_advertised_in_every_protocol_version() -> None:

@@ -59,21 +59,15 @@ from apcore_mcp import async_serve, elicit, report_progress, to_openai_tools
 # ---- Running ----
 
 
-class Stamp(Middleware):
-    def before(self, module_id: str, inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {**inputs, "before": module_id}
-
-    def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> dict[str, Any]:
-        return {**output, "after": module_id}
-
-
 @pytest.mark.requirement("FR-EXEC-003", "FR-EXEC-005", "NFR-SEC-001")
 async def test_an_executor_keeps_acl_middleware_and_timeout(caplog: Caplog) -> None:
     """The log says of a timeout what sets it."""
     registry = registry_of({"open.door": echo, "shut.door": echo, "open.slow": waiting()[0]})
     acl = ACL([ACLRule(callers=["*"], targets=["open.*"], effect="allow")], default_effect="deny")
     config = Config({"executor": {"default_timeout": 70, "global_timeout": 60_000}})
-    executor = Executor(registry, acl=acl, middlewares=[Stamp()], config=config)
+    executor = Executor(registry, acl=acl, config=config)
+    executor.use_before(lambda module_id, inputs, context: {**inputs, "before": module_id})
+    executor.use_after(lambda module_id, inputs, output, context: {**output, "after": module_id})
     async with connect(executor) as client:
         opened = await client.call_tool("open.door", {"a": 1})
         shut = await client.call_tool("shut.door", {"a": 1})
@@ -83,24 +77,6 @@ async def test_an_executor_keeps_acl_middleware_and_timeout(caplog: Caplog) -> N
     assert text_of(slow) == "Module timed out after 70ms"
     assert "timed out after 70ms (--timeout and the module's own resources say how long it may take)" in caplog.text
     assert to_openai_tools(executor) == to_openai_tools(registry)
-
-
-async def test_a_module_that_exits_ends_no_server() -> None:
-    """asyncio lets both out of any task that raises them, and so out of the loop."""
-    endings: Any = {"exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
-
-    def now(inputs: dict[str, Any], context: Any) -> None:
-        raise endings[inputs["by"]]
-
-    async def later(inputs: dict[str, Any], context: Any) -> None:
-        raise endings[inputs["by"]]
-
-    modules = {"now": now, "later": later, "above": calls("later"), "echo": echo}
-    async with hosted(modules) as client:
-        for by in endings:
-            for module_id in ("now", "later", "above"):
-                assert text_of(await client.call_tool(module_id, {"by": by})) == "Internal error occurred"
-            assert (await client.call_tool("echo", {"a": 1})).structured_content == {"a": 1}
 
 
 @pytest.mark.requirement("FR-EXEC-001", "FR-EXEC-004")
@@ -459,14 +435,10 @@ async def test_arguments_are_validated_and_redacted_as_by_apcore(kind: type[Spy]
 async def test_hooks_get_the_output_as_it_is_written() -> None:
     """By the module's own model: with its defaults and without what it does not name; and redacted by its marks."""
     seen: list[Any] = []
-
-    class Outputs(Middleware):
-        def after(self, module_id: str, inputs: dict[str, Any], output: dict[str, Any], context: Any) -> None:
-            seen.append((output, context.redacted_output))
-
     model = create_model("Model", user=(str, ...), day=(str, "today"), pin=(str, MARKED))
-    registry = registry_of({"echo": FunctionalModule(echo, output_schema=model)})
-    async with connect(Executor(registry, middlewares=[Outputs()])) as client:
+    executor = Executor(registry_of({"echo": FunctionalModule(echo, output_schema=model)}))
+    executor.use_after(lambda module_id, inputs, output, context: seen.append((output, context.redacted_output)))
+    async with connect(executor) as client:
         await client.call_tool("echo", {"user": "Ada", "pin": "1234", "more": 1})
     output = {"user": "Ada", "day": "today", "pin": "1234"}
     assert seen == [(output, {**output, "pin": REDACTED_VALUE})]
