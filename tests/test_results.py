@@ -217,17 +217,22 @@ VALUES: list[tuple[Any, Any]] = [
     (Thing(), "a thing"),
     ('é "quoted" \u2028 \U0001f600 </script>', 'é "quoted" \u2028 \U0001f600 </script>'),
     (2**80, 2**80),
+    ([bytearray(b"a"), frozenset([1])], ["YQ==", [1]]),
+    ({1: 1, None: 2, (1, 2): 3, b"b": 4}, {"1": 1, "None": 2, "1,2": 3, "b": 4}),
     (None, None),
 ]
 """A value that a module may return, and what its JSON is."""
+LIKE_A_RESULT: dict[str, Any] = {"content": [{"type": "text", "text": "no"}], "isError": True, "_meta": {"a": 1}}
 
 
 @pytest.mark.requirement("FR-EXEC-002")
 async def test_values_arrive_as_json() -> None:
-    output = {str(number): value for number, (value, _) in enumerate(VALUES)}
+    """Also in the places of an MCP result."""
+    output = LIKE_A_RESULT | {str(number): value for number, (value, _) in enumerate(VALUES)}
     async with connect({"all.typed": gives(output), "all.plain": gives(output, output_schema={})}) as client:
         typed, plain = [await client.call_tool(name, {}) for name in ("all.typed", "all.plain")]
-    assert [*parsed(success_text(typed)).values()] == [written for _, written in VALUES]
+    expected = LIKE_A_RESULT | {str(number): written for number, (_, written) in enumerate(VALUES)}
+    assert parsed(success_text(typed)) == expected
     assert typed.structured_content == parsed(success_text(typed))
     assert success_text(plain) == success_text(typed)
     assert plain.structured_content is None
@@ -287,6 +292,7 @@ UNSAYABLE: dict[str, tuple[Any, str]] = {
     "decimal": ({"value": Decimal("NaN")}, ": NaN at value"),
     "cycle": (CYCLE, ""),
     "surrogate": ({"value": "a\ud800b"}, ""),
+    "huge": ({"value": 10**5000}, ""),
     "keys": ({"value": {1: "a", "1": "b"}}, ": two keys are '1' at value"),
 }
 """What a module gives, and how the sentence goes on."""

@@ -387,6 +387,7 @@ async def test_a_secret_to_be_given_is_not_logged(redacts: bool, caplog: Caplog)
         "gives.invalid": gives({"token": [TOKEN]}, output_schema=SECRETIVE),
         "gives.model": gives({"held": PATIENT}, output_schema=of(held=INTEGER)),
         "raises.token": FunctionalModule(fail, output_schema=SECRETIVE),
+        "raises.exit": FunctionalModule(lambda *_: throw(SystemExit(TOKEN)), output_schema=SECRETIVE),
         "raises.computed": FunctionalModule(fail, output_schema=Computes),
         "raises.keys": FunctionModule(keys_of, "raises.keys"),
         "passes.on": calls("raises.token"),
@@ -1101,13 +1102,18 @@ async def test_apcores_log_shows_none_beside_its_text(caplog: Caplog) -> None:
     """Where a formatter of JSON would write it."""
 
     def refuse(inputs: dict[str, Any], context: Context) -> NoReturn:
-        raise InvalidInputError(f"{inputs} is wrong")
+        try:
+            raise InvalidInputError(f"{inputs} is wrong")
+        except InvalidInputError:
+            logging.getLogger("apcore.middleware.manager").exception("A hook failed")
+            raise
 
     by_name = {"type": "object", "additionalProperties": SECRETIVE}
     modules = {"a.refusal": FunctionalModule(refuse, input_schema=of(by_name=by_name))}
     caplog.set_level(logging.DEBUG, logger="apcore")
     async with connect(Executor(registry_of(modules), middlewares=[LoggingMiddleware()])) as client:
         failure(await client.call_tool("a.refusal", {"by_name": {"a": {"token": SECRET_TEXT}}}))
-    records = [vars(record) for record in caplog.records if record.name == "apcore.middleware.logging"]
+    records = [vars(record) for record in caplog.records if record.name.startswith("apcore.middleware.")]
     assert "error" in records[-1]
     assert [record for record in records if SECRET_TEXT in str(record)] == []
+    assert SECRET_TEXT not in caplog.text
