@@ -31,6 +31,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     RootModel,
     WrapValidator,
     computed_field,
@@ -805,6 +806,11 @@ class Shelf(BaseModel):
     metadata: Oven  # a name that core schemas have for something else
 
 
+class Sheet(BaseModel):
+    at: date
+    picture: bytes
+
+
 class Stay(TypedDict):
     nights: Annotated[int, Field(ge=1)]
 
@@ -897,8 +903,15 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Cents, 1250, {"result": 1250}),
     (Cents, "12.50", {"result": 1250}),
     (list[Sold], [{"price": "12.50"}], {"result": [{"price": 1250}]}),
-]
+    (dict[str, list[Sheet]], {"a": [Sheet(at=date(2026, 2, 3), picture=b"\xff\xfe")]},
+     {"a": [{"at": DAY, "picture": "//4="}]}),
+    (dict[str, Thing], {"by": Thing()}, {"by": "a thing"}),  # which pydantic cannot describe
+]  # fmt: skip
 """A hint, what is returned by it, and what is sent, however often."""
+
+
+class Made(BaseModel):
+    by: Annotated[Thing, PlainValidator(lambda value: value)]
 
 
 @pytest.mark.parametrize(("hint", "value", "written"), RETURNED)
@@ -922,16 +935,18 @@ def test_an_instance_of_a_class_is_sent_as_it_is() -> None:
     for _ in range(2):
         assert sent(gives(None, output_schema=Oven), OVEN) == HOT
         assert sent(gives(None, output_schema=Kitchen), {"oven": OVEN}) == {"oven": HOT, "when": DAY}
-
-
-class Sheet(BaseModel):
-    at: date
-    picture: bytes
+        assert sent(gives(None, output_schema=Made), {"by": Thing()}) == {"by": "a thing"}
 
 
 UNFIT: list[tuple[Any, Any, str]] = [
     (dict, "text", ""),
     (dict, [1], ""),
+    (dict | None, [1], "result"),
+    (int, "1", "result"),
+    (int, None, "result"),  # a forgotten return
+    (dict, None, ""),
+    (dict[str, int], None, ""),
+    (Brief, None, ""),  # though an empty dict would fit
     (dict[str, int], {"a": "x"}, "a"),
     (dict[str, int], {"a": 1.5}, "a"),
     (dict[str, Annotated[float, Field(le=1)]], {"a": 1.7}, "a"),

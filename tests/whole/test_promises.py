@@ -229,33 +229,6 @@ async def test_no_result_breaks_the_promise_of_a_dict_schema() -> None:
     assert await held_against_their_promises(modules) == {}
 
 
-class Somebody:
-    def __str__(self) -> str:
-        return "somebody"
-
-
-class Attachment(BaseModel):
-    data: bytes
-
-
-class Given(BaseModel):
-    by: Annotated[Somebody, PlainValidator(lambda value: value)]
-
-
-OTHERS: list[tuple[Any, Any]] = [
-    (returning(dict[str, Somebody], {"by": Somebody()}), {"by": "somebody"}),
-    (gives({"by": Somebody()}, output_schema=Given), {"by": "somebody"}),
-    (gives({"mails": ({"data": b"\xff\xfe"},)}, output_schema={}), {"mails": [{"data": "//4="}]}),
-    (returning(dict[str, list[Attachment]], {"mails": [Attachment(data=b"\xff\xfe")]}), {"mails": [{"data": "//4="}]}),
-]
-
-
-async def test_bytes_and_what_pydantic_cannot_describe_are_served() -> None:
-    async with connect({f"t.m{number}": module for number, (module, _) in enumerate(OTHERS)}) as client:
-        for number, (_, sent) in enumerate(OTHERS):
-            assert json.loads(text_of(await client.call_tool(f"t.m{number}", {}))) == sent
-
-
 HELD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({}, ["null", '{"a": [1]}'], []),
     ({"type": "integer", "minimum": 1, "exclusiveMaximum": 3}, ["1", "2"], ["0", "3", "1.5", '"1"', "true"]),
