@@ -190,28 +190,6 @@ async def test_a_module_is_given_the_answer_or_none(mode: str) -> None:
     assert [(p.message, p.requested_schema) for p in asked] == [("Who are you?", SCHEMA)] * 15
 
 
-async def test_a_module_that_asks_often_runs_once(mode: str) -> None:
-    effects: list[str] = []
-
-    async def interview(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        answers = []
-        for name in ("one", "two"):
-            effects.append(f"before {name}")
-            answers.append(await elicit(context, name, SCHEMA))
-        both = (elicit(context, name, SCHEMA, key=name) for name in ("three", "four"))
-        answers += await asyncio.gather(*both)
-        effects.append("end")
-        return {"answers": answers}
-
-    arguments, asked = asking(lambda params: accept(name=params.message.upper()))
-    async with connect({"interview": interview}, mode=mode, client=arguments) as client, asyncio.timeout(20):
-        result = await client.call_tool("interview")
-    messages = [p.message for p in asked]
-    assert (messages[:2], sorted(messages[2:])) == (["one", "two"], ["four", "three"])
-    assert result.structured_content == {"answers": [{"name": name} for name in ("ONE", "TWO", "THREE", "FOUR")]}
-    assert effects == ["before one", "before two", "end"]
-
-
 async def test_after_a_question_is_given_up(mode: str) -> None:
     """From 2026-07-28 on, the retry of the first is answered with the second."""
     asked: list[str] = []

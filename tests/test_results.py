@@ -328,9 +328,14 @@ def test_a_decimal_is_what_its_schema_says() -> None:
     properties = {"price": {"type": "number"}, "prices": {"type": "array", "items": {"type": "number"}}}
     properties["note"] = {"type": ["number", "string"]}
     properties["sum"] = {"type": ["integer", "null"]}
+    properties["whole"] = {"type": "number", "oneOf": [{"type": "integer"}, {"maximum": 0}], "minimum": 1, "maximum": 3}
+    properties["pair"] = {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}, "maxItems": 3}
     module = gives(None, output_schema={"type": "object", "properties": properties})
     given = {"price": Decimal("1.5"), "prices": [Decimal(2), 3], "note": Decimal("4.0"), "sum": Decimal(2**63 + 1)}
-    assert sent(module, given) == {"price": 1.5, "prices": [2.0, 3], "note": "4.0", "sum": 2**63 + 1}
+    given |= {"whole": Decimal(2), "pair": [1, "a"]}
+    written = {"price": 1.5, "prices": [2.0, 3], "note": "4.0", "sum": 2**63 + 1, "whole": 2, "pair": [1, "a"]}
+    assert sent(module, given) == written
+    assert sent(module, {"whole": 1.0}) == {"whole": 1}
 
 
 def test_a_default_costs_nothing_of_the_promise() -> None:
