@@ -12,14 +12,13 @@ import logging
 import re
 import subprocess
 import sys
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 from apcore import Executor, ModuleAnnotations, Registry
 from apcore.approval import AlwaysDenyHandler, AutoApproveHandler
 from conftest import ANYTHING, ROOT, FunctionalModule, connect, echo, registry_of
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, Field
 from support import DENIED, INTEGER, MARK, REDACTED, STRING, UNASKED, Caplog, gives, messages_logged, of, subschemas
 
 from apcore_mcp import from_openai_call, from_openai_name, run_openai_call, to_openai_tools
@@ -283,6 +282,7 @@ STRICT: dict[str, tuple[Any, Any, Any]] = {
     "enum": ({"enum": ["a", 1]}, ..., {"enum": ["a", 1, None]}),
     "enum without null": (MAYBE_STRING | {"enum": ["a"]}, ..., MAYBE_STRING | {"enum": ["a", None]}),
     "const": ({"const": "a"}, ..., optional({"const": "a"})),
+    "tag of a union": (of(k={"const": "a", "default": "a"}), closed({"k": {"const": "a"}}), None),
     "const with a default": ({"const": True, "default": False}, {"const": True}, optional({"const": True})),
     "told": (
         {**STRING, "minLength": 1, "format": "uri"}, {**STRING, "description": "(minLength: 1, format: uri)"},
@@ -616,27 +616,3 @@ async def test_what_needs_approval_runs_if_the_program_says_so(name: str, caplog
     refusing = Executor(registry, approval_handler=AlwaysDenyHandler())
     if name != "deny":  # which would decide nothing
         assert await run_openai_call(refusing, "m-run", {"a": 1}, **options) == DENIED
-
-
-def test_the_tag_of_a_union_is_never_null_in_strict_mode() -> None:
-    """Without it pydantic does not know the branch, though it has a default; other consts stay optional."""
-
-    class Cat(BaseModel):
-        kind: Literal["cat"] = "cat"
-        lives: int = 9
-
-    class Dog(BaseModel):
-        kind: Literal["dog"] = "dog"
-
-    class Owner(BaseModel):
-        pet: Annotated[Cat | Dog, Field(discriminator="kind")]
-        sure: Literal[True] | None = None
-
-    parameters = strict_parameters(Owner.model_json_schema())
-    validator = Draft202012Validator(parameters)
-    assert not validator.is_valid({"pet": {"kind": None, "lives": None}, "sure": None})
-    sent = {"pet": {"kind": "cat", "lives": None}, "sure": None}
-    assert validator.is_valid(sent)
-    executor = Executor(registry_of({"a.model": accepting(Owner)}))
-    module_id, inputs = from_openai_call(executor, "a-model", json.dumps(sent))
-    assert executor.call(module_id, inputs) == {"pet": {"kind": "cat"}, "sure": None}
