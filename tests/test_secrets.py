@@ -419,6 +419,22 @@ class Account(BaseModel):
     secrets: list[int] = MARKED
 
 
+class Spelt(BaseModel):
+    """Written by other names than its fields have."""
+
+    model_config = ConfigDict(alias_generator=str.title, populate_by_name=True)
+    user: str
+    pin: str = MARKED
+    key: str = Field("", serialization_alias="theKey", json_schema_extra=MARK)
+
+    @computed_field(json_schema_extra=MARK)  # type: ignore[prop-decorator]
+    @property
+    def token(self) -> str:
+        return TOKEN
+
+
+SPELT = Spelt(user="ann", pin="S3CR3T", key="S3CR3T")
+SPELT_OUT = {"User": "ann", **dict.fromkeys(("Pin", "theKey", "Token"), REDACTED)}
 KEY, HIDDEN = {"label": "l", "value": "S3CR3T"}, {"label": "l", "value": REDACTED}
 INNOCENT = {"author": "Ann", "tokens_used": 3, "password_hint": "cat"}  # apcore's own redaction goes by such words
 ACCOUNT: dict[str, Any] = {
@@ -460,6 +476,9 @@ ACCOUNTS: dict[str, tuple[Any, dict[str, Any], Any]] = {
     **{f"by.{name}": ({**of(a=INTEGER), **beside}, OPEN_PIN, HIDDEN_PIN) for name, beside in BESIDE.items()},
     **{f"whole.{name}": (of(p=schema), {"p": value}, {"p": REDACTED}) for name, (schema, value) in WHOLE.items()},
     "model": (Account, ACCOUNT, SHOWN),
+    "by_other_names": (Spelt, SPELT, SPELT_OUT),
+    "by_name": (Spelt, {"user": "ann", "pin": "S3CR3T", "key": "S3CR3T"}, SPELT_OUT),
+    "by_alias": (Spelt, {"User": "ann", "Pin": "S3CR3T", "Key": "S3CR3T"}, SPELT_OUT),
     "one_place_of_a_tuple": (of(pair=PAIR), {"pair": [1, 918273645]}, {"pair": [1, REDACTED]}),
     "some_names": (PATTERN, dict.fromkeys(NAMES, 918273645), REDACTED),
     "beside_a_pattern": ({**of(p=SECRET), "patternProperties": {"^x": {}}}, {"p": 1, "x": 2}, {"p": REDACTED, "x": 2}),
@@ -487,6 +506,18 @@ def test_a_mark_hides_what_it_is_for(name: str) -> None:
     assert shown(module, output) == expected
     assert tool_of(module).output_schema == {}, "what is hidden is not promised"
     assert REDACTED not in json.dumps(tool_of(module, redact_output=False).output_schema)
+
+
+class Unsent(BaseModel):
+    user: str
+    key: str = Field("", exclude=True, json_schema_extra=MARK)
+
+
+def test_what_is_never_sent_needs_no_hiding() -> None:
+    """The rest of its model is promised."""
+    module = gives(None, output_schema=Unsent)
+    assert shown(module, {"user": "ann", "key": "S3CR3T"}) == {"user": "ann"}
+    assert [*tool_of(module).output_schema["properties"]] == ["user"]
 
 
 UNMARKED: dict[str, dict[str, Any]] = {
@@ -839,6 +870,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
     "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),  # type: ignore
     "subclass": (list[Public], [PRIVATE]),
+    "by_other_names": (dict[str, Spelt], {"a": SPELT}),
     "subclass_of_a_generator": (typing.Iterable[Public], [PRIVATE]),
     "another_schema": (Annotated[Patient, WithJsonSchema({"type": "object"})], PATIENT),
     "circular": (Any, [Tree()]),

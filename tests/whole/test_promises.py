@@ -36,7 +36,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic_core import ValidationError
-from support import INTEGER, MARK, REDACTED, STRING, gives, returning, text_of
+from support import INTEGER, STRING, gives, returning, text_of
 from typing_extensions import TypedDict
 
 from apcore_mcp.promises import validator_of
@@ -302,59 +302,3 @@ def test_no_value_of_any_model_breaks_its_promise(data: st.DataObject) -> None:
         modules[f"{number}, in a list"] = returning(list[model], [instance])
         modules[f"{number}, dumped"] = gives(instance.model_dump(exclude_unset=True), output_schema=model)
     assert asyncio.run(held_against_their_promises(modules)) == {}
-
-
-# ---- Secrets ----
-
-
-class Login(Camel):
-    user_name: str
-    pass_phrase: str = Field(json_schema_extra=MARK)
-
-
-class DerivedCamel(Camel):
-    user: str
-
-    @computed_field(json_schema_extra=MARK)  # type: ignore[prop-decorator]
-    @property
-    def session_token(self) -> str:
-        return "S3CR3T"
-
-
-class Renamed(BaseModel):
-    user: str
-    key: str = Field(serialization_alias="theKey", json_schema_extra=MARK)
-
-
-class Unsent(BaseModel):
-    model_config = ConfigDict(populate_by_name=True)
-    user: str
-    key: str = Field("", alias="theKey", exclude=True, json_schema_extra=MARK)
-
-
-LOGIN = Login(user_name="ann", pass_phrase="S3CR3T")
-SECRET_OUTPUTS: dict[str, Any] = {
-    "by-name": returning(Login, LOGIN),
-    "by-alias": returning(list[Login], [LOGIN]),
-    "in-a-dict": returning(dict[str, Login], {"ann": LOGIN}),
-    "dumped-by-alias": gives(LOGIN.model_dump(by_alias=True), output_schema=Login),
-    "given-by-name-and-never-sent": gives({"user": "ann", "key": "S3CR3T"}, output_schema=Unsent),
-    "computed-by-name": returning(DerivedCamel, DerivedCamel(user="ann")),
-    "computed-by-alias": returning(list[DerivedCamel], [DerivedCamel(user="ann")]),
-    "serialization-alias": returning(list[Renamed], [Renamed(user="ann", key="S3CR3T")]),
-    "serialization-alias-by-name": returning(Renamed, Renamed(user="ann", key="S3CR3T")),
-}
-
-
-async def test_a_marked_field_is_hidden_under_every_name() -> None:
-    """And what is never sent needs no hiding: the rest of its model is promised."""
-    async with connect({f"t.m{n}": module for n, module in enumerate(SECRET_OUTPUTS.values())}) as client:
-        for tool, name in zip((await client.list_tools()).tools, SECRET_OUTPUTS, strict=True):
-            result = await client.call_tool(tool.name, {})
-            text = text_of(result)
-            assert not result.is_error, name
-            assert "S3CR3T" not in text, name
-            assert '"ann"' in text, name
-            is_hidden = "never-sent" not in name
-            assert (REDACTED in text, tool.output_schema is None) == (is_hidden, is_hidden), name
-            assert result.structured_content == (None if is_hidden else {"user": "ann"}), name
