@@ -75,6 +75,9 @@ AROUND |= {"if": TO_POINT, "then": {"not": TO_POINT}, "else": {"contains": TO_PO
 AROUND |= {"additionalProperties": TO_POINT, "patternProperties": {"^a": TO_POINT}, "propertyNames": TO_POINT}
 AS_DATA = {"enum": [TO_POINT], "const": {"$ref": "#"}, "default": {"a": TO_POINT}, "examples": [TO_POINT]}
 OF_A = {"$defs": {"A": {**INTEGER, "description": "of A", "title": "A"}}}
+ANCHORED = {"A": one({**INTEGER, "$anchor": "deep"}), "B": {**INTEGER, "$anchor": "B"}}
+OWN_ROOT = {"$id": "https://a.example/a", **one({"$ref": "#/$defs/B"}), "$defs": {"B": INTEGER}}
+INSIDE = {"A": {**one({"$ref": "#/$defs/A/$defs/B"}), "$defs": ANCHORED}}
 SIMPLE, TITLED = one(STRING), one(STRING, title="T", required=["p"])
 NAMES = "type properties required items anyOf enum discriminator format default not".split()
 KEYWORDS = of(**dict.fromkeys(NAMES, one(INTEGER))) | {"required": NAMES}
@@ -103,6 +106,14 @@ CONVERTED = {
     "to-a-property": (of(a=INTEGER, b={"$ref": "#/properties/a"}), of(a=INTEGER, b=INTEGER)),
     "percent-escaped": (one({"$ref": "#/$defs/My%20%5BInt%5D"}, **{"$defs": {"My [Int]": INTEGER}}), one(INTEGER)),
     "tilde-escaped": (one({"$ref": "#/$defs/a~1b~0c"}, **{"$defs": {"a/b~c": INTEGER}}), one(INTEGER)),
+    "anchors": (of(p=TO_A, q={"$ref": "#B"}) | {"$defs": ANCHORED}, of(p=one(INTEGER), q=INTEGER)),
+    "an-id-of-its-own": (one(TO_A, **{"$id": "https://a.example/x", "$defs": {"A": INTEGER}}), one(INTEGER)),
+    "to-an-id-inside": (one({"$ref": OWN_ROOT["$id"]}, **{"$defs": {"A": OWN_ROOT, "B": STRING}}), one(one(INTEGER))),
+    "definitions-inside": (one(TO_A, **{"$defs": INSIDE}), one(one(INTEGER))),
+    "older-keyword": (
+        one({"dependencies": {"x": TO_A}}, **{"$defs": {"A": INTEGER}}),
+        one({"dependencies": {"x": INTEGER}}),
+    ),
     "annotations-beside-a-reference-win": (
         one({"$ref": "#/$defs/A", "description": "own", "default": 1}, **OF_A),
         one({**INTEGER, "description": "own", "title": "A", "default": 1}),

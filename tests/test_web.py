@@ -354,6 +354,9 @@ async def test_middleware_stands_at_every_door_and_behind_the_guard(transport: s
         assert asked == []
         too_long = {"content": b" " * (4 * MIB + 1), "headers": {"Content-Type": "application/json"}}
         assert (await client.post(doors[-1][1], **too_long)).status_code == 401  # before its body is read
+        too_long["headers"] |= {"Host": "evil.example"}
+        assert (await client.post(doors[-1][1], **too_long)).status_code == 421
+        del too_long["headers"]["Host"]
         too_long["headers"] |= {"X-Secret": "xyzzy"}
         assert (await client.post(doors[-1][1], **too_long)).status_code == 413
 
@@ -750,6 +753,15 @@ def test_a_slow_reader_gets_its_whole_answer_from_a_server_that_ends() -> None:
                 ended.wait(0.002)  # the pace of the client
     assert min(received) > len(text)
     assert ended.wait(15)
+
+
+@pytest.mark.timeout(20)
+def test_a_body_that_never_ends_keeps_no_server() -> None:
+    with contextlib.ExitStack() as stack, serving(registry_of(), shutdown_seconds=300) as url:
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(url).port)))
+        head = b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        client.sendall(head + b"{")
+        assert httpx.get(f"{url}/health").status_code == 200  # behind which the server has seen that
 
 
 def test_middleware_that_hangs_keeps_no_server() -> None:
