@@ -32,7 +32,8 @@ async def resources(client: Client) -> list[str]:
 
 @pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
 async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
-    module = gives({"n": 1}, metadata=overlay(PAGE), name="Draw", documentation="How to draw.")
+    """Half of a surrogate pair in it harms nobody."""
+    module = gives({"n": 1}, metadata=overlay(PAGE + "\ud800"), name="Draw", documentation="How to draw.")
     async with connect({"image.draw": module, "plain": echo}, mode=mode) as client:
         tool, plain = (await client.list_tools()).tools
         assert (meta_of(tool), meta_of(plain)) == ({"resourceUri": "ui://image.draw"}, None)
@@ -41,7 +42,7 @@ async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
         about = listed["ui://image.draw"]
         assert (about.name, about.title, about.mime_type) == ("image.draw", "Draw", APP_MIME_TYPE)
         (read,) = (await client.read_resource(about.uri)).contents
-        assert (read.uri, read.mime_type, read.text) == (about.uri, APP_MIME_TYPE, PAGE), "byte for byte"
+        assert (read.uri, read.mime_type, read.text) == (about.uri, APP_MIME_TYPE, PAGE + "?"), "byte for byte"
         assert (read.meta or {})["ui"] == {"prefersBorder": True}
         result = await client.call_tool("image.draw", {})
         assert (text_of(result), result.structured_content) == ('{"n":1}', {"n": 1}), "as without a page"
@@ -59,12 +60,6 @@ async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> N
         assert await resources(client) == []
         for tool in tools:
             assert (await client.call_tool(tool.name, {})).structured_content == {"n": 1}
-
-
-async def test_half_of_a_surrogate_pair_in_a_page_harms_nobody() -> None:
-    async with connect({"image.draw": gives({}, metadata=overlay("<p>\ud800"))}) as client:
-        (read,) = (await client.read_resource("ui://image.draw")).contents
-        assert read.text == "<p>?"
 
 
 def test_the_extension_is_advertised_in_every_protocol_version() -> None:

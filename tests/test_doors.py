@@ -15,7 +15,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -61,7 +60,6 @@ from support import (
     wait_for_stderr,
 )
 
-import apcore_mcp
 from apcore_mcp import MCPServer, async_serve, from_openai_call, serve, to_openai_tools
 
 # ---- Servers ----
@@ -399,21 +397,6 @@ def test_what_is_unusual_at_the_start_is_a_warning(name: str, caplog: Caplog) ->
         told = messages_logged(caplog)
     assert len(told) == len(expected), told
     assert all(text.startswith(start) for text, start in zip(told, expected, strict=True)), told
-
-
-@pytest.mark.requirement("FR-LOG-004", "NFR-MAINT-004")
-async def test_calls_are_logged_at_debug_by_our_logger(caplog: Caplog) -> None:
-    """FR-LOG-002, -004, -005."""
-    caplog.set_level(logging.DEBUG)
-    async with connect({"t.echo": echo, "t.fail": lambda inputs, context: _fail()}) as client:
-        for name in ("t.echo", "t.fail"):
-            await client.call_tool(name, {})
-    package = str(Path(apcore_mcp.__file__).parent)
-    ours = [record for record in caplog.records if record.pathname.startswith(package)]
-    assert {record.name.split(".")[0] for record in ours} == {"apcore_mcp"}
-    assert any(record.levelno == logging.ERROR and "t.fail" in record.getMessage() for record in ours)
-    calls = [(record.levelno, record.getMessage()) for record in ours if "Tool call: " in record.getMessage()]
-    assert calls == [(logging.DEBUG, "Tool call: t.echo"), (logging.DEBUG, "Tool call: t.fail")]
 
 
 async def test_serve_in_a_running_loop_points_to_async_serve() -> None:

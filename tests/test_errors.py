@@ -151,7 +151,7 @@ def failing() -> Iterator[str]:
 
 
 @pytest.mark.requirement("FR-ERROR-003", "FR-ERROR-004", "FR-ERROR-005", "FR-ERROR-010", "FR-ERROR-011")
-@pytest.mark.requirement("FR-LOG-002", "FR-LOG-003")
+@pytest.mark.requirement("FR-LOG-002", "FR-LOG-003", "FR-LOG-004", "NFR-MAINT-004")
 @pytest.mark.parametrize("name", TABLE)
 async def test_an_error_of_apcore_is_one_plain_sentence(failing: str, name: str, caplog: Caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="apcore_mcp")
@@ -171,8 +171,9 @@ async def test_an_error_of_apcore_is_one_plain_sentence(failing: str, name: str,
         logged += " (--timeout and the module's own resources say how long it may take)"
     line = re.escape(f"Tool call error: {tool} - {type(error).__name__}: {logged}")
     assert re.fullmatch(rf"{line} \(trace [0-9a-f]{{32}}\)", record.getMessage())
-    began = [(r.levelno, r.getMessage()) for r in caplog.records if r.getMessage().startswith("Tool call: ")]
-    assert began == [(logging.DEBUG, f"Tool call: {tool}")]
+    began = [each for each in caplog.record_tuples if each[2].startswith("Tool call: ")]
+    assert began == [("apcore_mcp", logging.DEBUG, f"Tool call: {tool}")]
+    assert record.name == "apcore_mcp"
 
 
 @pytest.mark.requirement("FR-ERROR-009", "NFR-SEC-002")

@@ -14,7 +14,7 @@ from generated import QUICK, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from support import INTEGER, STRING, check, nested, text_of
+from support import INTEGER, STRING, check, nested, of, text_of
 
 from apcore_mcp import from_openai_call, run_openai_call, to_openai_tools
 
@@ -102,11 +102,7 @@ def test_references_written_out_mean_the_same(data: st.DataObject) -> None:
 
 @pytest.mark.timeout(30)
 async def test_wide_and_deep_schemas_are_served() -> None:
-    wide = {
-        "type": "object",
-        "properties": {f"p{n}": {"$ref": "#/$defs/A"} for n in range(5_000)},
-        "$defs": {"A": {"enum": [1, 2]}},
-    }
+    wide = of(**{f"p{n}": {"$ref": "#/$defs/A"} for n in range(5_000)}) | {"$defs": {"A": {"enum": [1, 2]}}}
     modules = {name: FunctionalModule(echo, input_schema=s) for name, s in {"w.ide": wide, "d.eep": nested(64)}.items()}
     arguments: Any = "at the bottom"
     for _ in range(64):
@@ -217,9 +213,8 @@ def test_what_strict_mode_lets_a_model_write_is_accepted(data: st.DataObject) ->
 
 async def test_unknown_arguments_cost_what_they_are() -> None:
     """By the square of their number, these would take minutes. The schema is a dict, as of a binding."""
-    schema: Any = {"type": "object", "properties": {"a": INTEGER}}
-    registry = Registry()
-    registry.register("m.a", FunctionModule(lambda a: a, "m.a", input_schema=schema, output_schema=schema))
+    schema: Any = of(a=INTEGER)
+    registry = registry_of({"m.a": FunctionModule(lambda a: a, "m.a", input_schema=schema, output_schema=schema)})
     told = await run_openai_call(registry, "m-a", {f"k{number}": 1 for number in range(100_000)})
     assert len(told.splitlines()) == 21
     assert told.startswith("Input validation failed:\n- k0: Extra inputs are not permitted (extra_forbidden)\n- k1: ")

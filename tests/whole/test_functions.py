@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, Self, TypeVar
 from uuid import UUID
 
-import httpx
 import pytest
 from apcore import Executor, FunctionModule, Middleware, Registry
 from apcore.context import Context
@@ -38,10 +37,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from support import MARK, SECRET_TEXT, Caplog, accept, asking, calls, listed, returning, text_of
+from support import MARK, SECRET_TEXT, Caplog, accept, asgi_client, asking, calls, listed, returning, text_of
 from typing_extensions import TypedDict
 
-from apcore_mcp import async_serve, discover, run_openai_call
+from apcore_mcp import discover, run_openai_call
 
 T = TypeVar("T")
 
@@ -298,12 +297,10 @@ async def test_hints_hold_at_every_door(tmp_path: Path) -> None:
         for name in names:
             assert (await client.call_tool(f"f.{name}", {"day": ISO})).structured_content == {"result": True}, name
             assert await answer(registry, name, day=ISO) == {"result": True}
-    async with async_serve(registry, explorer=True, allow_execute=True) as app:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as page:
-            for name in names:
-                response = await page.post(f"/explorer/tools/f.{name}/call", json={"day": ISO})
-                assert response.json() == {"result": {"result": True}}
+    async with asgi_client(registry, explorer=True, allow_execute=True) as page:
+        for name in names:
+            response = await page.post(f"/explorer/tools/f.{name}/call", json={"day": ISO})
+            assert response.json() == {"result": {"result": True}}
 
 
 # ---- Other modules ----

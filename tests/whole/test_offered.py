@@ -7,7 +7,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from apcore import ACL, ACLRule, Executor
 from apcore.context import Identity
@@ -16,10 +15,10 @@ from mcp import MCPError
 from mcp.client import Client
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import Monkeypatch, listed, text_of
+from support import Monkeypatch, asgi_client, listed, text_of
 from test_callers import Backend, signed
 
-from apcore_mcp import async_serve, run_openai_call, to_openai_tools
+from apcore_mcp import run_openai_call, to_openai_tools
 
 EVERYTHING = ["door.open", "lobby.look", "vault.open"]
 STAFF = ["door.open", "lobby.look"]
@@ -146,17 +145,16 @@ async def test_a_condition_that_raises_hides_its_module_alone(monkeypatch: Monke
 
 async def test_the_explorer_shows_a_caller_what_the_caller_may_call() -> None:
     middleware = [Middleware(AuthenticationMiddleware, backend=Backend())]
-    options = {"explorer": True, "allow_execute": True, "middleware": middleware}
-    async with async_serve(house(staff_and_guests()), **options) as app:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/explorer") as client:
-            for headers, offered in (({"X-User": "alice"}, STAFF), ({}, GUEST)):
-                assert [tool["name"] for tool in (await client.get("/tools", headers=headers)).json()] == offered
-                for module_id in EVERYTHING:
-                    shown = await client.get(f"/tools/{module_id}", headers=headers)
-                    called = await client.post(f"/tools/{module_id}/call", headers=headers, json={})
-                    expected = (200, None) if module_id in offered else (404, "Access denied")
-                    assert (shown.status_code, called.json().get("error")) == expected
+    options: Any = {"explorer": True, "allow_execute": True, "middleware": middleware}
+    async with asgi_client(house(staff_and_guests()), **options) as client:
+        for headers, offered in (({"X-User": "alice"}, STAFF), ({}, GUEST)):
+            tools = (await client.get("/explorer/tools", headers=headers)).json()
+            assert [tool["name"] for tool in tools] == offered
+            for module_id in EVERYTHING:
+                shown = await client.get(f"/explorer/tools/{module_id}", headers=headers)
+                called = await client.post(f"/explorer/tools/{module_id}/call", headers=headers, json={})
+                expected = (200, None) if module_id in offered else (404, "Access denied")
+                assert (shown.status_code, called.json().get("error")) == expected
 
 
 def offered_to_openai(executor: Executor, identity: Identity | None = None, **options: Any) -> list[str]:
