@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +185,6 @@ class Clock(asyncio.SelectorEventLoop):
             for _ in range(50):
                 await asyncio.sleep(0)
             self.ahead += pause
-
-
-def with_clock(story: Callable[[Clock], Coroutine[Any, Any, None]]) -> None:
-    """Run a test whose server and client share a loop with a clock that it may put forward."""
-    with asyncio.Runner(loop_factory=Clock) as runner:
-        runner.run(story(runner.get_loop()))  # type: ignore[arg-type]
 
 
 class RawClient:

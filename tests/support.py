@@ -33,6 +33,7 @@ from conftest import (
     HANDSHAKE,
     MODERN,
     ROOT,
+    Clock,
     FunctionalModule,
     client_of,
     connect,
@@ -42,7 +43,6 @@ from conftest import (
     registry_of,
     serving,
     stdio,
-    with_clock,
 )
 from jsonschema import Draft202012Validator
 from mcp.client import Client
@@ -212,7 +212,8 @@ def on_clock(test: Callable[..., Any]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        with_clock(lambda clock: test(clock=clock, **fixtures))
+        with asyncio.Runner(loop_factory=Clock) as runner:
+            runner.run(test(clock=runner.get_loop(), **fixtures))
 
     signature = inspect.signature(test)
     fixtures = [each for name, each in signature.parameters.items() if name != "clock"]

@@ -36,7 +36,6 @@ from conftest import (
     registry_of,
     serving,
     until,
-    with_clock,
 )
 from starlette.middleware import Middleware as ASGIMiddleware
 from support import (
@@ -56,6 +55,7 @@ from support import (
     listed,
     messages_logged,
     modern,
+    on_clock,
     text_of,
     wait_for_stderr,
 )
@@ -513,12 +513,9 @@ def test_a_forked_server_has_threads_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("ending", ["plain", "anyio-scope", "task-cancelled"])
-def test_async_serve_leaves_nothing_in_its_hosts_loop(ending: str) -> None:
+@on_clock
+async def test_async_serve_leaves_nothing_in_its_hosts_loop(clock: Clock, ending: str) -> None:
     """Not even the call that runs through the whole grace period, which a clock put forward makes short."""
-    with_clock(lambda loop: _end_while_a_call_runs(loop, ending))
-
-
-async def _end_while_a_call_runs(loop: Clock, ending: str) -> None:
     running, ended, scope = asyncio.Event(), asyncio.Event(), anyio.CancelScope()
     left, downs = list[Any](), list[str]()
 
@@ -549,7 +546,7 @@ async def _end_while_a_call_runs(loop: Clock, ending: str) -> None:
     elif ending == "task-cancelled":
         hosting.cancel()
     while not hosting.done():
-        await loop.put_forward(0.25)
+        await clock.put_forward(0.25)
     await hosting
     await asyncio.wait(left)
     assert ended.is_set()

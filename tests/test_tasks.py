@@ -130,6 +130,19 @@ async def wired(source: Any, user: str = "", **options: Any) -> AsyncIterator[Wi
         yield Wire(http, user)
 
 
+def endless() -> tuple[Any, asyncio.Event]:
+    """A module that waits until it is cancelled, and an event that is set then."""
+    ended = asyncio.Event()
+
+    async def wait(inputs: dict[str, Any], context: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    return wait, ended
+
+
 def without_meta(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key != "_meta"}
 
@@ -473,14 +486,7 @@ async def test_an_ended_task_is_kept_for_an_hour(clock: Clock) -> None:
 @pytest.mark.parametrize(("tool", "limits"), [("ask", (0, 1.9)), ("wait", (1.9, 8))])
 async def test_a_server_that_ends_ends_its_tasks(tool: str, limits: tuple[float, float], caplog: Caplog) -> None:
     """It waits for those that work, and for none that waits for its user."""
-    ended = asyncio.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    wait, ended = endless()
     async with wired({"ask": ask, "wait": wait}, task_after=0, shutdown_seconds=2.0) as wire:
         await wire.begin(tool)
         began = time.monotonic()
@@ -629,15 +635,7 @@ async def test_questions_come_before_it_goes_on(clock: Clock, mode: str) -> None
 
 
 async def test_task_result_is_its_callers_own_and_can_cancel() -> None:
-    ended = asyncio.Event()
-
-    async def wait(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return {}
-
+    wait, ended = endless()
     async with wired({"wait": long(wait)}, user="ada", middleware=LOGIN, task_after=0, search=True) as ada:
         eve = Wire(ada.http, "eve")
         for wire in (ada, eve):

@@ -36,7 +36,6 @@ from conftest import (
     program,
     registry_of,
     serving,
-    with_clock,
 )
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
@@ -55,6 +54,7 @@ from support import (
     listed,
     message,
     modern,
+    on_clock,
     text_of,
     wait_for_stderr,
 )
@@ -605,16 +605,14 @@ IDLE: list[tuple[dict[str, Any], int]] = [({"session_idle_seconds": 60}, 60), ({
 
 
 @pytest.mark.parametrize(("options", "limit"), IDLE, ids=["a-minute", "half-an-hour-by-default"])
-def test_a_session_in_which_nothing_is_said_ends(options: dict[str, Any], limit: int) -> None:
-    async def story(clock: Clock) -> None:
-        async with asgi_client(registry_of(), **options) as client:
-            opened = await client.post("/mcp", **HELLO)
-            session = ACCEPT | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
-            for share, status in ((0.8, 200), (0.8, 200), (1.1, 404)):
-                await clock.put_forward(share * limit)
-                assert (await client.post("/mcp", json=message("ping"), headers=session)).status_code == status
-
-    with_clock(story)
+@on_clock
+async def test_a_session_in_which_nothing_is_said_ends(clock: Clock, options: dict[str, Any], limit: int) -> None:
+    async with asgi_client(registry_of(), **options) as client:
+        opened = await client.post("/mcp", **HELLO)
+        session = ACCEPT | {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
+        for share, status in ((0.8, 200), (0.8, 200), (1.1, 404)):
+            await clock.put_forward(share * limit)
+            assert (await client.post("/mcp", json=message("ping"), headers=session)).status_code == status
 
 
 async def test_sessions_end_one_by_one_before_the_sdk_cancels(caplog: pytest.LogCaptureFixture) -> None:
