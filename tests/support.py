@@ -635,18 +635,14 @@ def gives(output: Any, **attributes: Any) -> FunctionalModule:
     return FunctionalModule(lambda inputs, context: output, **attributes)
 
 
-def returning(hint: Any, value: Any, later: bool = False) -> FunctionModule:
-    """A module of a function with this return hint; one that is awaited, if it gives `value` later."""
+def returning(hint: Any, value: Any) -> FunctionModule:
+    """A module of a function with this return hint."""
 
     def give() -> Any:
         return value
 
-    async def give_later() -> Any:
-        return value
-
-    function = give_later if later else give
-    function.__annotations__["return"] = hint
-    return FunctionModule(function, "a.function")
+    give.__annotations__["return"] = hint
+    return FunctionModule(give, "a.function")
 
 
 def tool_of(module: Any, **options: Any) -> Tool:

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 from conftest import HANDSHAKE, connect, echo, registry_of, serving
-from mcp.client import Client
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.shared.exceptions import MCPError
 from support import HANDSHAKE_VERSIONS, answer, gives, handshake, modern, text_of
@@ -24,10 +23,6 @@ def overlay(page: Any) -> dict[str, Any]:
 
 def meta_of(tool: Any) -> Any:
     return (tool.meta or {}).get("ui")
-
-
-async def resources(client: Client) -> list[str]:
-    return [resource.uri for resource in (await client.list_resources()).resources]
 
 
 @pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
@@ -57,7 +52,7 @@ async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> N
         assert EXTENSION_ID not in (client.server_capabilities.extensions or {})
         tools = (await client.list_tools()).tools
         assert [meta_of(tool) for tool in tools] == [None] * len(pages)
-        assert await resources(client) == []
+        assert (await client.list_resources()).resources == []
         for tool in tools:
             assert (await client.call_tool(tool.name, {})).structured_content == {"n": 1}
 

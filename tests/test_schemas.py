@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import json
@@ -282,13 +281,6 @@ def test_a_default_that_json_cannot_say_is_dropped(default: Any, kept: Any) -> N
     schema = one({**field, "default": default, "examples": [default]})
     said = field if kept is None else {**field, "default": kept, "examples": [kept]}
     assert tool_of(FunctionalModule(echo, input_schema=schema)).input_schema == one(said)
-
-
-def test_a_schema_that_holds_itself_costs_its_module_alone() -> None:
-    registry = registry_of({"a.good": echo})
-    with contextlib.suppress(Exception):  # apcore may refuse it first
-        registry.register("a.cycle", FunctionalModule(echo, output_schema=LOOP))
-    assert "a-good" in [tool["function"]["name"] for tool in to_openai_tools(registry)]
 
 
 # ---- What is served ----
