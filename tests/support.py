@@ -635,6 +635,11 @@ def gives(output: Any, **attributes: Any) -> FunctionalModule:
     return FunctionalModule(lambda inputs, context: output, **attributes)
 
 
+def overlay(**shown: Any) -> dict[str, Any]:
+    """The metadata of a module whose display overlay has this for MCP."""
+    return {"display": {"mcp": shown}}
+
+
 def returning(hint: Any, value: Any) -> FunctionModule:
     """A module of a function with this return hint."""
 

@@ -11,14 +11,10 @@ import pytest
 from conftest import HANDSHAKE, connect, echo, registry_of, serving
 from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.shared.exceptions import MCPError
-from support import HANDSHAKE_VERSIONS, answer, gives, handshake, modern, text_of
+from support import HANDSHAKE_VERSIONS, answer, gives, handshake, modern, overlay, text_of
 
 PAGE = "<!doctype html>\r\n<title>Ü \u2028 \U0001f600</title>\n<p title='\"&amp;\\'>\t\0</p>"
 PAGE += "<script>'</script>'</script>\n\n"
-
-
-def overlay(page: Any) -> dict[str, Any]:
-    return {"display": {"mcp": {"page": page}}}
 
 
 def meta_of(tool: Any) -> Any:
@@ -28,7 +24,7 @@ def meta_of(tool: Any) -> Any:
 @pytest.mark.parametrize("mode", [HANDSHAKE, "auto"])  # "auto" asks what the server can do, of 2026-07-28
 async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
     """Half of a surrogate pair in it harms nobody."""
-    module = gives({"n": 1}, metadata=overlay(PAGE + "\ud800"), name="Draw", documentation="How to draw.")
+    module = gives({"n": 1}, metadata=overlay(page=PAGE + "\ud800"), name="Draw", documentation="How to draw.")
     async with connect({"image.draw": module, "plain": echo}, mode=mode) as client:
         tool, plain = (await client.list_tools()).tools
         assert (meta_of(tool), meta_of(plain)) == ({"resourceUri": "ui://image.draw"}, None)
@@ -47,7 +43,7 @@ async def test_a_page_is_a_resource_that_its_tool_names(mode: str) -> None:
 
 async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> None:
     pages: list[Any] = ["", None, 5, b"<p>", ["<p>"], {"html": "<p>"}]
-    modules = {f"m{number}": gives({"n": 1}, metadata=overlay(page)) for number, page in enumerate(pages)}
+    modules = {f"m{number}": gives({"n": 1}, metadata=overlay(page=page)) for number, page in enumerate(pages)}
     async with connect(modules, mode="auto") as client:
         assert EXTENSION_ID not in (client.server_capabilities.extensions or {})
         tools = (await client.list_tools()).tools
@@ -58,7 +54,7 @@ async def test_what_is_no_text_or_empty_is_no_page_and_the_tool_is_served() -> N
 
 
 def test_the_extension_is_advertised_in_every_protocol_version() -> None:
-    with serving(registry_of({"image.draw": gives({}, metadata=overlay(PAGE))})) as url, httpx.Client() as client:
+    with serving(registry_of({"image.draw": gives({}, metadata=overlay(page=PAGE))})) as url, httpx.Client() as client:
         told = [handshake(client, f"{url}/mcp", version)[0] for version in HANDSHAKE_VERSIONS]
         told.append(answer(client.post(f"{url}/mcp", **modern("server/discover")))["result"])
     assert [result["capabilities"]["extensions"][EXTENSION_ID] for result in told] == [{}] * 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import pytest
-from apcore import FunctionModule, Registry
+from apcore import FunctionModule
 from conftest import FunctionalModule, connect, echo
 from pydantic import BaseModel, Field
 from support import failure, lines_of
@@ -46,12 +46,11 @@ def with_a_part(arguments: dict[str, Any], path: str) -> dict[str, Any]:
 @pytest.mark.parametrize("validate_inputs", [False, True])
 async def test_a_whole_number_is_an_integer(validate_inputs: bool) -> None:
     """As JSON Schema has it, however it is written; and another one is none."""
-    registry = Registry()
+    modules: dict[str, Any] = {}
     for name, (takes, *_) in ARGUMENTS.items():
-        function = callable(takes) and not isinstance(takes, type)
-        module = FunctionModule(takes, name) if function else FunctionalModule(echo, input_schema=takes)
-        registry.register(name, module)
-    async with connect(registry, validate_inputs=validate_inputs) as client:
+        is_function = callable(takes) and not isinstance(takes, type)
+        modules[name] = FunctionModule(takes, name) if is_function else FunctionalModule(echo, input_schema=takes)
+    async with connect(modules, validate_inputs=validate_inputs) as client:
         for name, (_, arguments, answer, path) in ARGUMENTS.items():
             result = await client.call_tool(name, arguments)
             assert result.structured_content == answer, name
@@ -70,10 +69,8 @@ def most(limit: Annotated[int, Field(default=3, le=5, description="At most.")], 
 
 async def test_a_default_in_a_hint_is_one() -> None:
     """It is advertised as such, and the function is given it; each list is a new one."""
-    registry = Registry()
-    for function in (labels, most):
-        registry.register(f"a.{function.__name__}", FunctionModule(function, f"a.{function.__name__}"))
-    async with connect(registry) as client:
+    modules = {f"a.{function.__name__}": FunctionModule(function, "a.function") for function in (labels, most)}
+    async with connect(modules) as client:
         schemas = {tool.name: tool.input_schema for tool in (await client.list_tools()).tools}
         for name, arguments, told in [
             ("a.labels", {}, "[] 7"),
@@ -101,9 +98,7 @@ def climb(
 
 
 async def test_a_text_in_a_hint_describes_its_argument() -> None:
-    registry = Registry()
-    registry.register("a.climb", FunctionModule(climb, "a.climb"))
-    async with connect(registry) as client:
+    async with connect({"a.climb": FunctionModule(climb, "a.climb")}) as client:
         (tool,) = (await client.list_tools()).tools
         assert (await client.call_tool("a.climb", {"height": 1})).structured_content == {"result": "1.0 7 Bern 3 "}
     properties = tool.input_schema["properties"]

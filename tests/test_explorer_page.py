@@ -26,7 +26,7 @@ from apcore.module import ModuleExample
 from conftest import EXTENSIONS, ROOT, FunctionalModule, echo, registry_of, serving, until
 from playwright.sync_api import FrameLocator, Locator, Page, Request, expect, sync_playwright
 from starlette.middleware import Middleware
-from support import INTEGER, LOGIN, STRING, gives
+from support import INTEGER, LOGIN, STRING, gives, overlay
 
 from apcore_mcp import discover
 
@@ -235,7 +235,7 @@ def test_lists_searches_and_links_to_every_tool(page: Page, url: str) -> None:
 
 def test_greets_with_what_the_server_is_and_runs_nothing_unless_allowed(page: Page) -> None:
     options = {"name": "House", "version": "2.1", "instructions": f"Knock.{EVIL}", "explorer_prefix": "/a/b"}
-    modules = {**MODULES, "shop.page": FunctionalModule(echo, metadata=overlay(APP))}
+    modules = {**MODULES, "shop.page": FunctionalModule(echo, metadata=overlay(page=APP))}
     with serving(registry_of(modules), explorer=True, **options) as url:
         page.set_viewport_size(PHONE)
         page.goto(f"{url}/a/b/")
@@ -769,7 +769,7 @@ TALK = gives(
     description=LINK,
     documentation=LINK,
     tags=[EVIL],
-    metadata={"display": {"mcp": {"alias": "evil_talk"}}},
+    metadata=overlay(alias="evil_talk"),
     examples=[ModuleExample(title=EVIL, inputs={"choice": "b"})],
 )
 
@@ -850,10 +850,6 @@ NUMBERED = objects(n=NUMBER, big=INTEGER)
 METHOD, RESULT = "ui/notifications/tool-input", "ui/notifications/tool-result"
 
 
-def overlay(html: str) -> dict[str, Any]:
-    return {"display": {"mcp": {"page": html}}}
-
-
 def own_page(page: Page) -> FrameLocator:
     return page.frame_locator("iframe")
 
@@ -878,7 +874,7 @@ def says(page: Page, **message: Any) -> None:
 
 def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) -> None:
     given = '{"n": 10.0, "big": 1152921504606846977, "text": "<b>"}'
-    page = show(NUMBERED, metadata=overlay(APP), output_schema=NUMBERED, documentation="# How")
+    page = show(NUMBERED, metadata=overlay(page=APP), output_schema=NUMBERED, documentation="# How")
     write_json(page, given)
     hello, sent_in, came = run_app(page)
     expect(page.get_by_title("Page of t.one")).to_be_visible()
@@ -899,7 +895,7 @@ def test_a_tools_own_page_is_shown_with_what_was_sent_and_what_came(show: Show) 
 
 
 def test_a_page_is_answered_what_a_host_has_to_and_refused_the_rest(show: Show) -> None:
-    page = show(NOTHING, metadata=overlay(APP))
+    page = show(NOTHING, metadata=overlay(page=APP))
     run_app(page)
     refusals = ["ui/open-link", "ui/message", "tools/call", "resources/read", "ui/update-model-context", "toString"]
     for number, method in enumerate(refusals):
@@ -928,7 +924,7 @@ SLOW_TO_GO = """() => addEventListener("message", ({ data: { id, method } }) => 
 
 
 def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show) -> None:
-    page = show(NOTHING, metadata=overlay(APP))
+    page = show(NOTHING, metadata=overlay(page=APP))
     page.evaluate("addEventListener('message', ({ data }) => { window.heard = data.id; })")
     run_app(page)
     own_page(page).locator("body").evaluate(SLOW_TO_GO)
@@ -944,7 +940,7 @@ def test_a_page_is_told_before_it_goes_and_comes_back_with_its_tool(show: Show) 
 
 def test_a_page_that_never_speaks_is_shown_and_sent_nothing(show: Show) -> None:
     record = "<script>addEventListener('message', ({ data }) => { document.body.append(data.method); })</script>"
-    page = show(NOTHING, metadata=overlay(f"<p>Still</p>{record}"))
+    page = show(NOTHING, metadata=overlay(page=f"<p>Still</p>{record}"))
     for _ in range(2):
         sent(page)
         expect(own_page(page).locator("body")).to_have_text("Still")
@@ -953,13 +949,13 @@ def test_a_page_that_never_speaks_is_shown_and_sent_nothing(show: Show) -> None:
 
 
 def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Show) -> None:
-    page = show(objects("n", n=INTEGER), metadata=overlay("<p>First</p>"))
+    page = show(objects("n", n=INTEGER), metadata=overlay(page="<p>First</p>"))
     expect(run(page)).to_contain_text("Input validation failed:")
     expect(page.locator("iframe")).to_have_count(0)
     page.get_by_label("n integer").fill("1")
     run(page)
     expect(own_page(page).get_by_text("First")).to_be_visible()
-    replace(page, metadata=overlay("<p>Second</p>"))
+    replace(page, metadata=overlay(page="<p>Second</p>"))
     expect(page.locator("iframe")).to_have_count(0)
     run(page)
     expect(own_page(page).get_by_text("Second")).to_be_visible()
@@ -967,7 +963,7 @@ def test_a_call_that_failed_shows_no_page_and_another_page_replaces_one(show: Sh
 
 @pytest.mark.parametrize("begin", ["</script></html>", "<!--", "<plaintext>", "\0"], ids=repr)
 def test_no_html_gets_out_of_the_frame(show: Show, begin: str) -> None:
-    page = show(NOTHING, metadata=overlay(begin + EVIL))
+    page = show(NOTHING, metadata=overlay(page=begin + EVIL))
     expect(run(page)).to_contain_text("{0}")
     frame = page.locator("iframe").element_handle().content_frame()
     assert frame is not None
@@ -1025,7 +1021,7 @@ def ready(request: pytest.FixtureRequest) -> Iterator[Ready]:
 def test_a_page_reaches_nothing_and_nobody(page: Page, ready: Ready, evil: str) -> None:
     (url, registry), (runs, touch) = ready, counted()
     html = (PAGES / "prisoner.html").read_text().replace("TARGET", url).replace("EVIL", evil)
-    registry.register("t.one", FunctionalModule(touch, metadata=overlay(html)))
+    registry.register("t.one", FunctionalModule(touch, metadata=overlay(page=html)))
     opened(page, url, "t.one")
     page.get_by_label("Authorization header").fill("Bearer s3cret")
     expect(run(page)).to_contain_text("{0}")
@@ -1044,7 +1040,7 @@ def test_a_page_can_send_its_frame_nowhere(page: Page, ready: Ready, evil: str) 
     url, registry = ready
     places = [f"{evil}/", f"{url}/explorer/", f"{url}/explorer/tools/t.two", "javascript:top.x=1"]
     html = "".join(f"<p onclick='location = {json.dumps(place)}'>Go {n}</p>" for n, place in enumerate(places))
-    registry.register("t.two", FunctionalModule(echo, metadata=overlay(html)))
+    registry.register("t.two", FunctionalModule(echo, metadata=overlay(page=html)))
     opened(page, url, "t.two")
     for number, place in enumerate(places):
         run(page)
@@ -1058,7 +1054,7 @@ def test_a_page_can_send_its_frame_nowhere(page: Page, ready: Ready, evil: str) 
 
 
 def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(show: Show, url: str) -> None:
-    page = show(NOTHING, metadata=overlay(APP))
+    page = show(NOTHING, metadata=overlay(page=APP))
     run_app(page)
     ready = {"jsonrpc": "2.0", "method": "ui/notifications/sandbox-resource-ready", "params": {"html": "<b>Evil</b>"}}
     asks = {"jsonrpc": "2.0", "id": "evil", "method": "ui/initialize", "params": {}}
@@ -1098,7 +1094,7 @@ def test_in_a_tab_of_its_own_the_frame_is_nobody_and_takes_nothing_from_others(s
 def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_token(page: Page) -> None:
     """The frame itself, which is loaded without it, is the same for everybody."""
     rule = ACLRule(callers=["@external"], targets=["*"], effect="allow", conditions={"identity_types": ["user"]})
-    registry = registry_of({"t.one": FunctionalModule(echo, metadata=overlay(APP))})
+    registry = registry_of({"t.one": FunctionalModule(echo, metadata=overlay(page=APP))})
     executor = Executor(registry, acl=ACL([rule], default_effect="deny"))
     with serving(executor, explorer=True, allow_execute=True, middleware=LOGIN) as url:
         page.goto(f"{url}/explorer/#t.one")
@@ -1115,7 +1111,7 @@ def test_the_page_of_a_tool_that_only_some_are_offered_is_fetched_with_their_tok
 def test_the_page_of_the_guide_shows_its_result(show: Show) -> None:
     text = (ROOT / "examples" / "guide" / "pages.md").read_text("utf-8")
     (html,) = re.findall(r"^```html .+?\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
-    page = show(NOTHING, lambda inputs, context: {"score": 7}, metadata=overlay(html))
+    page = show(NOTHING, lambda inputs, context: {"score": 7}, metadata=overlay(page=html))
     sent(page)
     expect(own_page(page).locator("body")).to_have_text("7")
 

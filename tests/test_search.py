@@ -38,6 +38,7 @@ from support import (
     listed,
     modern,
     noting,
+    overlay,
     stage,
     start_call,
     success_text,
@@ -176,7 +177,7 @@ FIRST = {
 OTHERS: dict[str, Any] = {
     "a.titled": FunctionalModule(echo, name="Invoice maker"),
     "a.tagged": FunctionalModule(echo, tags=["bookkeeping"]),
-    "a.aliased": FunctionalModule(echo, metadata={"display": {"mcp": {"alias": "ledger"}}}),
+    "a.aliased": FunctionalModule(echo, metadata=overlay(alias="ledger")),
     "a.nested": FunctionalModule(echo, input_schema=Order),
     "a.b": about("Rotate a picture"),  # whose id has no word
     "m.t": about("दिन की रिपोर्ट"),

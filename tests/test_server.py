@@ -230,13 +230,9 @@ MODULES = {
 }
 
 
-def documented(**attributes: Any) -> FunctionalModule:
-    return FunctionalModule(echo, **attributes)
-
-
 @pytest.mark.requirement("FR-RESOURCE-001", "FR-RESOURCE-002")
 async def test_a_listed_modules_documentation_is_a_resource(mode: str) -> None:
-    modules = {module_id: documented(**attributes) for module_id, attributes in MODULES.items()}
+    modules = {module_id: FunctionalModule(echo, **attributes) for module_id, attributes in MODULES.items()}
     async with connect(modules, mode=mode, tags=["public"]) as client:
         listed = (await client.list_resources()).resources
         read = [(await client.read_resource(resource.uri)).contents for resource in listed]
@@ -280,7 +276,7 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
             events = await stack.enter_async_context(client.listen(resources_list_changed=True))
             stack.callback(asyncio.create_task(follow(events)).cancel)
         assert (await client.list_resources()).resources == []
-        registry.register("late.module", documented(documentation="Came later."))
+        registry.register("late.module", FunctionalModule(echo, documentation="Came later."))
         async with asyncio.timeout(20):
             await told.wait()
         assert [r.uri for r in (await client.list_resources()).resources] == ["docs://late.module"]
@@ -292,7 +288,7 @@ async def test_resources_follow_the_registry_and_clients_are_told(mode: str) -> 
 
 
 def test_without_sessions_no_handshake_client_is_told_of_changes() -> None:
-    registry = registry_of({"doc.a": documented(documentation="one")})
+    registry = registry_of({"doc.a": FunctionalModule(echo, documentation="one")})
     with serving(registry, stateless=True) as url, httpx.Client(timeout=30) as client:
 
         def ask(method: str, params: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from apcore import FunctionModule, ModuleAnnotations, Registry
 from conftest import FunctionalModule, client_of, connect, echo, registry_of, serving
 from mcp_types import Implementation
-from support import Caplog, Size, StreamingModule, gives, listed, messages_logged, one, parsed, success_text
+from support import Caplog, Size, StreamingModule, gives, listed, messages_logged, one, overlay, parsed, success_text
 
 from apcore_mcp import from_openai_call, to_openai_tools
 
@@ -205,14 +205,14 @@ def called(**aliases: Any) -> dict[str, Any]:
     modules = {}
     for name, alias in aliases.items():
         module_id = name.replace("__", ".")
-        modules[module_id] = gives({"i_am": module_id}, metadata={"display": {"mcp": {"alias": alias}}})
+        modules[module_id] = gives({"i_am": module_id}, metadata=overlay(alias=alias))
     return modules
 
 
 async def test_a_bindings_display_counts_without_metadata() -> None:
     """`display:` of a `*.binding.yaml`, which apcore's loader keeps beside the metadata, and of `@module`."""
     display = {"mcp": {"alias": "shrink"}}
-    other = {"display": {"mcp": {"alias": "other"}}}
+    other = overlay(alias="other")
 
     def work() -> dict[str, Any]:
         return {}
@@ -298,7 +298,7 @@ async def test_names_are_spelled_for_the_client(options: Any, client: Any, porta
 async def test_an_authors_meta_is_the_tools_but_for_names_of_others() -> None:
     own = {"anthropic/maxResultSizeChars": 200_000, "com.example.mcp/x": {"a": [1, None]}, "plain": "\u00fc"}
     meta = {**own, "apcore/version": "mine"}
-    async with connect({"t.own": FunctionalModule(echo, metadata={"display": {"mcp": {"meta": meta}}})}) as client:
+    async with connect({"t.own": FunctionalModule(echo, metadata=overlay(meta=meta))}) as client:
         (tool,) = (await client.list_tools()).tools
     assert tool.meta is not None
     assert tool.meta.items() >= own.items()
@@ -309,10 +309,7 @@ async def test_icons_of_the_overlay_are_the_tools(caplog: Caplog) -> None:
     """Others than MCP has would cost a client the whole list."""
     icon = {"src": "https://example.com/bell.svg", "mimeType": "image/svg+xml", "sizes": ["any"], "theme": "dark"}
     shown = {"good": [icon], "text": "bell.svg", "number": [{"src": 7}]}
-    modules = {
-        f"t.{name}": FunctionalModule(echo, metadata={"display": {"mcp": {"icons": icons}}})
-        for name, icons in shown.items()
-    }
+    modules = {f"t.{name}": FunctionalModule(echo, metadata=overlay(icons=icons)) for name, icons in shown.items()}
     async with connect(modules) as client:
         (tool,) = (await client.list_tools()).tools
     assert tool.icons is not None

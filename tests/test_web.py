@@ -174,7 +174,7 @@ async def test_twenty_clients_are_served_at_once() -> None:
 LOOPBACK = (
     "localhost:1 LOCALHOST 127.0.0.1:8000 [::1]:1 192.0.2.1:1",  # an address is no name that is rebound
     "",
-    "evil.example 127.0.0.1.evil.example localhost.evil.example:8000 a@localhost localhost:x",
+    "evil.example 127.0.0.1.evil.example localhost.evil.example:8000 a@localhost localhost:x 2130706433:1",
 )
 HOSTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # whom pages and programs, programs alone, nobody may name
     "names": (

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -57,7 +56,6 @@ serve(registry, log_level="INFO", explorer=True, allow_execute=True, **options)
 class Server(NamedTuple):
     pid: int
     port: int
-    log: Path
 
     def ask(self, tool: str, **arguments: Any) -> Any:
         """A well-behaved call, on a connection of its own."""
@@ -93,7 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         try:
             until(lambda: b"server started" in log.read_bytes() or process.poll() is not None, seconds=40)
             assert process.poll() is None, log.read_text()
-            served = Server(process.pid, port, log)
+            served = Server(process.pid, port)
             with httpx.Client(timeout=30, verify=False) as client:  # what is made on first use is no leak
                 endpoint = f"http://127.0.0.1:{port}/mcp"
                 client.delete(endpoint, headers=handshake(client, endpoint)[1])
@@ -160,12 +158,11 @@ def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
                 assert opener.delete(endpoint, headers=session).is_success
 
 
-OWN, EVIL = "http://127.0.0.1:PORT", "http://evil.example"
+OWN = "http://127.0.0.1:PORT"
 TRICKS: dict[str, Headers] = {
     "two-hosts": {"Host": ["127.0.0.1", "evil.example"]},
     "forwarded": {"Host": "evil.example", "X-Forwarded-Host": "127.0.0.1"},
     "host-not-ascii": {"Host": "127.0.0.1\xff"},
-    "host-as-a-number": {"Host": "2130706433:PORT"},
     "two-types": {"Content-Type": ["text/plain", "application/json"]},
 }
 POSTS = ["POST /mcp", "POST /explorer/tools/t.echo/call", "POST /%65xplorer/tools/t%2Eecho/call"]

@@ -15,7 +15,7 @@ from mcp import MCPError
 from mcp.client import Client
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
-from support import Monkeypatch, asgi_client, listed, text_of
+from support import Monkeypatch, asgi_client, listed, overlay, text_of
 from test_callers import Backend, signed
 
 from apcore_mcp import run_openai_call, to_openai_tools
@@ -35,7 +35,7 @@ def staff_and_guests(**options: Any) -> ACL:
 
 
 def house(acl: Any) -> Executor:
-    about: dict[str, Any] = {"documentation": "All about it", "metadata": {"display": {"mcp": {"page": "<p>It"}}}}
+    about: dict[str, Any] = {"documentation": "All about it", "metadata": overlay(page="<p>It")}
     return Executor(registry_of({name: FunctionalModule(echo, **about) for name in EVERYTHING}), acl=acl)
 
 
