@@ -58,7 +58,7 @@ def _content_of(answer: Any, form: JSONSchema) -> JSONObject | None:
     Raises any exception for what is no answer to a question, or one that the form does not accept."""
     if answer.action != "accept":
         return None
-    content: JSONObject = answer.content or {}
+    content: JSONObject = answer.content or {}  # of a form whose fields may all be left empty
     for name, part in form["properties"].items():
         choices = part.get("items", {}).get("enum") or part.get("items", {}).get("anyOf") or ()
         # jsonschema would compare each of a million items with each choice, and hold up every other client.

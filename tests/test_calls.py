@@ -343,7 +343,7 @@ def test_a_form_is_flat_and_closes_references() -> None:
     """As the schema of a pydantic model with an enum does; a form knows no references, and none is a confirmation."""
     size = {**STRING, "enum": ["small", "large"]}
     assert form_of(of(size={"$ref": "#/$defs/Size"}) | {"$defs": {"Size": size}}) == of(size=size)
-    assert (form_of(None), _content_of(accept(), of())) == (of(), {})
+    assert (form_of(None), _content_of(ElicitResult(action="accept"), of())) == (of(), {})
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -399,7 +399,9 @@ async def test_without_sessions_nobody_is_asked(mode: str, approval: str, told: 
 
 
 @on_clock
-async def test_an_unanswered_question_is_none_in_ten_minutes(clock: Clock) -> None:
+async def test_an_unanswered_question_is_none_in_ten_minutes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes no place any more."""
+    monkeypatch.setattr("apcore_mcp.conversation._PLACES_MAX", 1)
     told: list[Any] = []
 
     async def patient(inputs: dict[str, Any], context: Any) -> dict[str, Any]:
@@ -414,6 +416,7 @@ async def test_an_unanswered_question_is_none_in_ten_minutes(clock: Clock) -> No
         await clock.put_forward(2 * 60)
         assert told == [None]
         await Wire(client).refused(state, "patient")
+        await Wire(client).question("patient")
 
 
 async def test_progress_while_a_question_is_open() -> None:

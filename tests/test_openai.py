@@ -364,6 +364,7 @@ DROPPED: dict[str, tuple[Any, ...]] = {
     "const": ({"const": "a"}, (None, ABSENT)),
     "not": ({"not": NULL}, (None, ABSENT)),
     "part": (of(deep=PART), ({"deep": FULL}, {"deep": MEANT}), ({"deep": None}, {})),
+    "wrong beside": (of(n=INTEGER, x=STRING), ({"n": "a", "x": None}, {"n": "a"})),
     "maybe": (of(deep=MAYBE_STRING), ({"deep": None}, {"deep": None})),
     "union": ({"anyOf": [NULL, {**ARRAY, "items": PART}, PART]}, ([FULL], [MEANT]), (FULL, MEANT), (None, None)),
     "both": ({"allOf": [PART, {"properties": {"c": STRING}}]}, ({**FULL, "c": None}, MEANT)),

@@ -618,6 +618,7 @@ async def test_questions_come_before_it_goes_on(clock: Clock, mode: str) -> None
     async def think(context: Any, params: Any) -> Any:
         asked.append(params.message)
         await clock.put_forward(10)
+        assert not call.done()
         is_answered.set()
         return accept(name="Ada")
 
