@@ -157,6 +157,10 @@ class ReadForm(GenerateJsonSchema):
 class _WrittenForm(ReadForm):
     """The JSON schema of what pydantic writes, not of what it reads."""
 
+    def generate(self, schema: Any, mode: Any = "serialization") -> JSONSchema:
+        self._whole: CoreSchema = schema
+        return super().generate(schema, mode)
+
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
@@ -174,7 +178,7 @@ class _WrittenForm(ReadForm):
         form = super().generate_inner(schema)
         # An author's function is described by its return type alone, which marks nothing.
         is_rewritten = bool(schema.get("serialization")) and not is_pydantics(schema["serialization"].get("function"))
-        return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema) else form
+        return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema, self._whole) else form
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
@@ -324,23 +328,29 @@ def _is_own(serializer: Any, kind: type) -> bool:
     return function is not None and getattr(kind, getattr(function, "__name__", ""), None) is function
 
 
-def outside_classes(schema: CoreSchema, base: type | tuple[()] = ()) -> Iterator[CoreSchema]:
-    """`schema` and the core schemas in it, but for what models and dataclasses in it say themselves. The subclasses of
-    `base` count as none."""
+def outside_classes(schema: CoreSchema, whole: CoreSchema, base: type | tuple[()] = ()) -> Iterator[CoreSchema]:
+    """`schema`, a part of the `whole` that has its definitions, and the core schemas in it, but for what models and
+    dataclasses in it say themselves. The subclasses of `base` count as none."""
     parts: list[Any] = [schema]
+    definitions: dict[str, CoreSchema] = {}
     while parts:
         part = parts.pop()
         if is_schema(part):
             yield part
+            if part["type"] == "definition-ref":
+                definitions = definitions or {node["ref"]: node for node in nodes_of(whole) if "ref" in node}
+                parts.append(definitions.get(part["schema_ref"]))
+                definitions[part["schema_ref"]] = {}  # once
         if not is_schema(part) or part["type"] not in ("model", "dataclass") or issubclass(part["cls"], base):
             parts += _parts_of(part)
 
 
-def rewritten(schema: CoreSchema) -> list[CoreSchema]:
-    """The core schemas in `schema` by which an author's function may write something in another form, but for what a
-    model or dataclass in it says itself. `SerializeAsAny` is none: what it writes stands where it stood."""
+def rewritten(schema: CoreSchema, whole: CoreSchema) -> list[CoreSchema]:
+    """The core schemas in `schema`, a part of `whole`, by which an author's function may write something in another
+    form, but for what a model or dataclass in it says itself. `SerializeAsAny` is none: what it writes stands where it
+    stood."""
     found = []
-    for node in outside_classes(schema):
+    for node in outside_classes(schema, whole):
         serializer = node.get("serialization") or {}
         is_of_class = node["type"] in ("model", "dataclass") and _is_own(serializer, node["cls"])
         if _is_authors(serializer) and serializer.get("type") != "any" and not is_of_class:
@@ -348,10 +358,10 @@ def rewritten(schema: CoreSchema) -> list[CoreSchema]:
     return found
 
 
-def hints_mark(schema: CoreSchema) -> bool:
-    """Whether hints mark something in `schema`, as in `list[SecretStr]`. What models and dataclasses mark, their
-    instances tell."""
-    for node in outside_classes(schema):
+def hints_mark(schema: CoreSchema, whole: CoreSchema) -> bool:
+    """Whether hints mark something in `schema`, a part of `whole`, as in `list[SecretStr]`. What models and dataclasses
+    mark, their instances tell."""
+    for node in outside_classes(schema, whole):
         metadata = node.get("metadata") or {}
         marked = mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")])
         if marked or is_secret(node):
@@ -384,17 +394,18 @@ def how_written(kind: type) -> Written:
 
 
 def _how_written(kind: type) -> Written:
-    own = next(node for node in nodes_of(core_schema_of(TypeAdapter(kind))) if node.get("cls") is kind)
+    whole = core_schema_of(TypeAdapter(kind))
+    own = next(node for node in nodes_of(whole) if node.get("cls") is kind)
     inner = next((node for node in nodes_of(own["schema"]) if "fields" in node and not own.get("root_model")), {})
     fields = inner.get("fields", {})
     fields = dict(fields) if isinstance(fields, dict) else {field["name"]: field for field in fields}
     computed = {field["property_name"]: field for field in inner.get("computed_fields", ())}
     fields.update(computed)
     names = {name: field.get("serialization_alias") or field.get("alias") or name for name, field in fields.items()}
-    is_rewritten = bool(_is_of_class(own) or (own.get("root_model") and rewritten(own["schema"])))
-    by_name = {names[name]: [field] if is_rewritten else rewritten(field) for name, field in fields.items()}
+    is_rewritten = bool(_is_of_class(own) or (own.get("root_model") and rewritten(own["schema"], whole)))
+    by_name = {names[name]: [field] if is_rewritten else rewritten(field, whole) for name, field in fields.items()}
     rewritten_names = {name for name, nodes in by_name.items() if nodes}
-    marked = {name for name, nodes in by_name.items() if any(map(hints_mark, nodes))}
+    marked = {name for name, nodes in by_name.items() if any(hints_mark(node, whole) for node in nodes)}
     return Written(names, [*computed], rewritten_names, marked, is_rewritten)
 
 

@@ -119,11 +119,12 @@ class Output:
         self.unsent: list[str] = []  # the fields of dataclasses that pydantic does not know
         # What its core schema leaves open, pydantic would guess; there, JSON's rules write what it makes of the rest.
         self._is_open = True
+        self._core_schema: CoreSchema = {}
         if self._adapter is not None:
-            core_schema = core_schema_of(self._adapter)
-            nodes = nodes_of(core_schema)
+            self._core_schema = core_schema_of(self._adapter)
+            nodes = nodes_of(self._core_schema)
             self.unsent = unsent_fields(nodes)
-            self._is_open = is_open(core_schema) or not self.schema
+            self._is_open = is_open(self._core_schema) or not self.schema
             if self._is_open or marks_default(nodes):
                 self.schema = without_defaults(self.schema)
             if self._is_open:  # what is written may have the names by which it is read
@@ -133,14 +134,14 @@ class Output:
     @cached_property
     def _rewritten(self) -> list[CoreSchema]:
         """By which an author's function writes what no JSON schema describes."""
-        return [] if self._adapter is None else rewritten(core_schema_of(self._adapter))
+        return rewritten(self._core_schema, self._core_schema)
 
     @cached_property
     def _rewrites_marked(self) -> bool:
         """Whether such a function writes what the hint marks."""
         if self._adapter is None or self._function is None or not self._function.is_wrapped:
-            return any(map(hints_mark, self._rewritten))
-        nodes = nodes_of(core_schema_of(self._adapter))
+            return any(hints_mark(node, self._core_schema) for node in self._rewritten)
+        nodes = nodes_of(self._core_schema)
         return bool(how_written(next(node["cls"] for node in nodes if node["type"] == "model")).marked)
 
     @cached_property

@@ -103,7 +103,7 @@ class Reader:
         self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node["type"] in ("model", "dataclass")})
         self._own: Any = adapter.validator
         self._validator = self._own
-        hints = outside_classes(schema, Returned)
+        hints = outside_classes(schema, schema, Returned)
         # By itself, pydantic leaves others as they are.
         if any(map(_is_read_otherwise, nodes_of(schema))) or any(map(_is_applied_again, hints)):
             self._validator = SchemaValidator(_reading(schema))

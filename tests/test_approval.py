@@ -37,6 +37,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainValidator,
     RootModel,
     SecretStr,
     field_serializer,
@@ -610,6 +611,10 @@ class Address(BaseModel):
     code: str = Field("", json_schema_extra=MARK)
 
 
+def visit(at: Annotated[Address, PlainValidator(lambda value: value)]) -> str:
+    return ""
+
+
 class Shelf:
     """What holds others, and quotes them in its text."""
 
@@ -643,6 +648,7 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "by-pattern": ({"type": "object", "patternProperties": {"^p": SECRET}}, {"pin": "s3cret"}, ""),
     "in-a-branch": ({**of("key", "n"), "allOf": [of(key=SECRET)]}, {"n": 1, "key": "s3cret"}, "key n"),
     "whole": ({"type": "object", **MARK}, {"a": "s3cret"}, ""),
+    "read-by-its-author": (visit, {"at": {"street": "x", "code": "s3cret"}}, "at"),
     "nothing": (of(pin=MARK), {"pin": None}, "pin"),
     "open-model": (Open, FORCED, "to pin"),
     "open-function": (pay, FORCED, "to pin"),

@@ -766,6 +766,26 @@ class Tree(BaseModel):
     branches: list[Tree] = []
 
 
+class Login(TypedDict):
+    pin: Annotated[str, MARKED]
+
+
+class Logins(BaseModel):
+    """A type that stands in it twice is a reference."""
+
+    first: Login = {"pin": SECRET_TEXT}
+    untyped: list[Login] = [{"pin": SECRET_TEXT}]
+    typed: list[Login] = [{"pin": SECRET_TEXT}]
+
+    @field_serializer("untyped")
+    def in_short(self, logins: list[Login]):  # type: ignore[no-untyped-def]
+        return [login["pin"] for login in logins]
+
+    @field_serializer("typed")
+    def in_a_line(self, logins: list[Login]) -> str:
+        return " ".join(login["pin"] for login in logins)
+
+
 class Subclasses(BaseModel):
     held: list[SerializeAsAny[Public]]
 
@@ -862,6 +882,8 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "root_dict": (list[RootModel[dict[str, Any]]], [RootModel[dict[str, Any]]({"a": PATIENT})]),
     "root_serializer": (Any, [Rooted([PATIENT])]),
     "root_that_iterates": (Any, [Iterated([PATIENT])]),
+    "serializers_of_references": (Logins, Logins()),
+    "references_by_any": (Any, [Logins()]),
     "computed_any": (Computed, Computed()),
     "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
     "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),  # type: ignore
