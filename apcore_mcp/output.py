@@ -17,6 +17,7 @@ from apcore import ModuleDescriptor, ModuleError, errors
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic_core import SchemaValidator, from_json, to_json
 
+from .arrays import in_pythons_types
 from .faults import fault_at, faults_in, pydantic_faults
 from .functions import Function
 from .hints import (
@@ -60,7 +61,6 @@ from .values import (
     check_values,
     dumped,
     holds_bytes,
-    in_pythons_types,
     is_array,
     marks_default,
     marks_in,

@@ -24,6 +24,7 @@ from pydantic import BaseModel, RootModel, TypeAdapter
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import from_json, to_json, to_jsonable_python
 
+from .arrays import BYTES, unpacked
 from .hints import BASE64, DECIMAL, how_written, marks_of
 from .schemas import JSONObject, JSONSchema, admits, branches, in_place, part_schemas, properties_of, text_of, types_of
 
@@ -83,78 +84,6 @@ def _unknown(value: Any) -> Any:
     return text
 
 
-_DURATIONS = {  # the forms of ISO 8601, by NumPy's words
-    "years": "P{}Y",
-    "months": "P{}M",
-    "weeks": "P{}W",
-    "days": "P{}D",
-    "hours": "PT{}H",
-    "minutes": "PT{}M",
-}
-# Each counts in thousandths of the one before.
-_SECONDS: Sequence[str] = "seconds milliseconds microseconds nanoseconds picoseconds femtoseconds attoseconds".split()
-
-
-class _NumpyMoment:
-    """A date or a duration that Python has no type for: years and months, far years, nanoseconds. No hint fits it, and
-    its text is that of ISO 8601: `np.timedelta64(3, "M")`, to NumPy "3 months", is "P3M"."""
-
-    def __init__(self, value: Any) -> None:
-        self._text = re.sub(r"\.0+$", "", str(value))
-        if value.dtype.kind == "m":
-            number, unit = self._text.split(" ", 1)
-            amount = Decimal(number)
-            if unit not in _DURATIONS:
-                amount = amount.scaleb(-3 * _SECONDS.index(unit)).normalize()
-            sign = "-" if amount < 0 else ""
-            self._text = sign + _DURATIONS.get(unit, "PT{}S").format(f"{abs(amount):f}")
-
-    def __str__(self) -> str:
-        return self._text
-
-
-def _moment(value: Any) -> Any:
-    """A NumPy scalar as Python's date, time or duration, where there is one that says the same."""
-    plain = value.tolist()
-    dtype = value.dtype.name
-    if isinstance(plain, int) and dtype.endswith("[ns]"):
-        rounded = value.astype(dtype.replace("ns", "us"))
-        plain = rounded.tolist() if rounded == value else plain
-    is_pythons = plain is None or isinstance(plain, date | timedelta)
-    return plain if is_pythons and not dtype.endswith(("[Y]", "[M]")) else _NumpyMoment(value)
-
-
-def _iso_moment(value: Any) -> Any:
-    """The same, a date or a time in NumPy's text: that of `np.datetime64("2026-05-01T09:30")` has no seconds."""
-    plain = _moment(value)
-    return str(_NumpyMoment(value)) if plain is not None and value.dtype.kind == "M" else plain
-
-
-_BYTES = (bytes, bytearray, memoryview)  # whose last has a `tolist()` as well
-
-
-def _unpacked(value: Any, moment: Callable[[Any], Any] = _iso_moment) -> Any:
-    """The values of a NumPy array or scalar, dates and durations by `moment`, as `tolist()` makes numbers of some;
-    anything else as it is. A frame or a Series is none of them: it has an index beside its values."""
-    if not hasattr(value, "tolist") or hasattr(value, "index") or isinstance(value, _BYTES):
-        return value
-    plain = value.tolist()
-    kind = getattr(getattr(value, "dtype", None), "kind", "")
-    if kind in ("M", "m", "V") and isinstance(plain, list):
-        return [_unpacked(item, moment) for item in value]
-    if kind == "V" and isinstance(plain, tuple):  # a record
-        return tuple(_unpacked(value[name], moment) for name in value.dtype.names)
-    return moment(value) if kind in ("M", "m") else plain
-
-
-def in_pythons_types(value: Any) -> Any:
-    """Copy containers, at every depth, with the values of NumPy's arrays and scalars, and of iterators as lists."""
-    value = [*value] if isinstance(value, Iterator) else _unpacked(value, _moment)
-    if isinstance(value, dict):
-        return {in_pythons_types(name): in_pythons_types(item) for name, item in value.items()}
-    return type(value)(map(in_pythons_types, value)) if type(value) in (list, tuple, set) else value
-
-
 def _name_in_json(key: Any) -> str:
     """The name that a key of a dict is in JSON. TypeError for one that marks something: a name cannot be hidden."""
     if isinstance(key, str):
@@ -164,7 +93,7 @@ def _name_in_json(key: Any) -> str:
     if isinstance(key, tuple):
         for part in key:
             _name_in_json(part)
-    name: str = next(iter(from_json(to_json({_unpacked(key): None}, fallback=_unknown))))
+    name: str = next(iter(from_json(to_json({unpacked(key): None}, fallback=_unknown))))
     return name
 
 
@@ -194,7 +123,7 @@ def _is_written(value: Any, form: Any) -> bool:
         return True
     if form == _UNKNOWN:
         return False
-    if isinstance(value, _BYTES):  # for which pydantic by itself has two texts, and its authors others
+    if isinstance(value, BYTES):  # for which pydantic by itself has two texts, and its authors others
         return form not in (bytes(value).decode(errors="replace"), base64.urlsafe_b64encode(value).decode())
     if isinstance(value, Mapping) and isinstance(form, dict):
         if len(form) == len(value) and all(key in form for key in value):
@@ -240,7 +169,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
             value = int(value)
         else:
             value = float(value)
-    value = _unpacked(value.value if isinstance(value, Enum) else value)
+    value = unpacked(value.value if isinstance(value, Enum) else value)
     if is_nat or (isinstance(value, float | Decimal) and not math.isfinite(value)):
         raise ValueError(f"{value} at {place}")
     if value is None or type(value) in _PLAIN:
@@ -274,7 +203,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         return items
     if isinstance(value, Iterator):  # which pydantic would use up
         _unknown(value)
-    if isinstance(value, _BYTES):  # pydantic has the alphabet of URLs
+    if isinstance(value, BYTES):  # pydantic has the alphabet of URLs
         return base64.b64encode(value).decode()
     return to_jsonable_python(value, bytes_mode="base64", fallback=_unknown)
 
@@ -289,7 +218,7 @@ def _is_pydantics(value: Any) -> bool:
 
 def is_array(value: Any) -> TypeGuard[Sequence[Any] | Set[Any]]:
     """Whether JSON has an array for it."""
-    return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, (str, *_BYTES)))
+    return isinstance(value, Set) or (isinstance(value, Sequence) and not isinstance(value, (str, *BYTES)))
 
 
 def _is_dataclass(value: Any) -> TypeGuard[Any]:
@@ -377,7 +306,7 @@ def marks_in(value: Any, depth: int = 0) -> JSONSchema:
     hold. What an author writes in a form of his own is marked as a whole, and so is an object that holds one."""
     if value is None or type(value) in _PLAIN:
         return {}
-    value = _unpacked(value)
+    value = unpacked(value)
     own = marks_of(type(value))
     if isinstance(value, RootModel | Enum):
         inner = marks_in(value.root if isinstance(value, RootModel) else value.value, depth)
