@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from apcore import FunctionModule
 from apcore.context import Context
-from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, Field, create_model
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 __all__ = ["Function", "function_of"]
@@ -40,7 +40,7 @@ class Function:
         hints: dict[str, Any] = {}
         with suppress(NameError):  # apcore looks for the Context in the same way
             hints = get_type_hints(self.function, include_extras=True)
-        self.returns: Any = hints.pop("return", Any)
+        self.returns = hints.pop("return", Any)
         if repr(module.output_schema) == repr(self.returns):
             self.returns = module.output_schema  # of a text, apcore has made another `Page[Annotated[...]]` than this
         self.is_async = inspect.iscoroutinefunction(self.function)
@@ -61,8 +61,6 @@ class Function:
                     self._filled.append(name)
         # A schema of a binding's or an adapter's, which says nothing of the hint.
         self.is_foreign = not is_apcores(module.output_schema) and module.output_schema is not self.returns
-        if get_origin(self.returns) in (Iterable, Iterator, Generator):  # of whose items pydantic writes no hint
-            self.returns = _listed(*get_args(self.returns))
         # Of every other hint than a model or a dict, apcore promises `{"result": ...}`.
         self.is_wrapped = is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
 
@@ -89,12 +87,6 @@ class Function:
         if isinstance(returned, BaseModel):
             return returned.model_dump(warnings=False)  # they quote values
         return returned if isinstance(returned, dict) else {"result": returned}
-
-
-def _listed(item: Any, *_: Any) -> Any:
-    """The hint of a list that is made of whatever can be iterated over."""
-    kind: Any = list
-    return cast(Any, Annotated)[kind[item], BeforeValidator(list)]
 
 
 def _spellings(field: FieldInfo) -> list[Any]:

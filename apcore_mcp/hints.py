@@ -106,15 +106,14 @@ _SECRET_WRITTEN = _SECRET["serialization"]["function"]
 _SECRET_TEXT_WRITTEN = core_schema_of(TypeAdapter(SecretStr))["strict_schema"]["serialization"]["function"]
 
 
-def is_pydantics(function: Any) -> bool:
-    function = getattr(function, "func", function)  # of a `functools.partial`
+def _is_pydantics(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("pydantic.")
 
 
 def _is_authors(serializer: JSONObject | None) -> bool:
     """Whether nothing says what `serializer` writes: an author's without a return type or with an open one such as Any,
     or `SerializeAsAny`."""
-    if not serializer or is_pydantics(serializer.get("function")):
+    if not serializer or _is_pydantics(serializer.get("function")):
         return False
     return "return_schema" not in serializer or is_open(serializer["return_schema"])
 
@@ -123,7 +122,7 @@ def _is_of_class(schema: CoreSchema) -> bool:
     """Whether a model or a dataclass is written by its author's own function. What that says of its type does not tell
     under which names it writes what is marked."""
     function = (schema.get("serialization") or {}).get("function")
-    return schema.get("type") in ("model", "dataclass") and function is not None and not is_pydantics(function)
+    return schema.get("type") in ("model", "dataclass") and function is not None and not _is_pydantics(function)
 
 
 def _is_plain(enum: CoreSchema) -> bool:
@@ -177,7 +176,7 @@ class _WrittenForm(ReadForm):
     def generate_inner(self, schema: Any) -> JSONSchema:
         form = super().generate_inner(schema)
         # An author's function is described by its return type alone, which marks nothing.
-        is_rewritten = bool(schema.get("serialization")) and not is_pydantics(schema["serialization"].get("function"))
+        is_rewritten = bool(schema.get("serialization")) and not _is_pydantics(schema["serialization"].get("function"))
         return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema, self._whole) else form
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
@@ -290,7 +289,7 @@ def _is_restated(schema: CoreSchema) -> bool:
     functions = [*metadata.get("pydantic_js_functions", ()), *metadata.get("pydantic_js_annotation_functions", ())]
     functions += filter(callable, [metadata.get("pydantic_js_extra")])
     functions += filter(callable, [getattr(schema.get("cls"), "model_config", {}).get("json_schema_extra")])
-    return any(not is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
+    return any(not _is_pydantics(each) or each.__module__ == "pydantic.json_schema" for each in functions)
 
 
 def is_open(schema: CoreSchema) -> bool:
@@ -328,9 +327,9 @@ def _is_own(serializer: Any, kind: type) -> bool:
     return function is not None and getattr(kind, getattr(function, "__name__", ""), None) is function
 
 
-def outside_classes(schema: CoreSchema, whole: CoreSchema, base: type | tuple[()] = ()) -> Iterator[CoreSchema]:
+def _outside_classes(schema: CoreSchema, whole: CoreSchema) -> Iterator[CoreSchema]:
     """`schema`, a part of the `whole` that has its definitions, and the core schemas in it, but for what models and
-    dataclasses in it say themselves. The subclasses of `base` count as none."""
+    dataclasses in it say themselves."""
     parts: list[Any] = [schema]
     definitions: dict[str, CoreSchema] = {}
     while parts:
@@ -341,7 +340,7 @@ def outside_classes(schema: CoreSchema, whole: CoreSchema, base: type | tuple[()
                 definitions = definitions or {node["ref"]: node for node in nodes_of(whole) if "ref" in node}
                 parts.append(definitions.get(part["schema_ref"]))
                 definitions[part["schema_ref"]] = {}  # once
-        if not is_schema(part) or part["type"] not in ("model", "dataclass") or issubclass(part["cls"], base):
+        if not is_schema(part) or part["type"] not in ("model", "dataclass"):
             parts += _parts_of(part)
 
 
@@ -350,7 +349,7 @@ def rewritten(schema: CoreSchema, whole: CoreSchema) -> list[CoreSchema]:
     form, but for what a model or dataclass in it says itself. `SerializeAsAny` is none: what it writes stands where it
     stood."""
     found = []
-    for node in outside_classes(schema, whole):
+    for node in _outside_classes(schema, whole):
         serializer = node.get("serialization") or {}
         is_of_class = node["type"] in ("model", "dataclass") and _is_own(serializer, node["cls"])
         if _is_authors(serializer) and serializer.get("type") != "any" and not is_of_class:
@@ -361,7 +360,7 @@ def rewritten(schema: CoreSchema, whole: CoreSchema) -> list[CoreSchema]:
 def hints_mark(schema: CoreSchema, whole: CoreSchema) -> bool:
     """Whether hints mark something in `schema`, a part of `whole`, as in `list[SecretStr]`. What models and dataclasses
     mark, their instances tell."""
-    for node in outside_classes(schema, whole):
+    for node in _outside_classes(schema, whole):
         metadata = node.get("metadata") or {}
         marked = mentions_mark([metadata.get("pydantic_js_extra"), metadata.get("pydantic_js_updates")])
         if marked or is_secret(node):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import marshal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, get_origin
@@ -37,7 +37,7 @@ from .hints import (
     written_form,
 )
 from .promises import validator_of
-from .reading import Reader, Returned
+from .reading import Reader
 from .schemas import (
     JSONObject,
     JSONSchema,
@@ -101,7 +101,7 @@ class Output:
         elif isinstance(self._declared, ModelType) and (function is None or function.returns is not dict):
             self._adapter = TypeAdapter(self._declared)
             if function is not None and function.is_wrapped:  # for which apcore's model believes dataclasses
-                model = create_model("Result", __base__=Returned, result=(function.returns, ...))
+                model = create_model("Result", __config__=_ANY_CLASS, result=(function.returns, ...))
                 self._adapter = TypeAdapter(model)
             schema = written_form(self._declared, self._adapter)
         self.schema: JSONSchema = {}  # as written out; {} where nothing is declared, or it cannot be
@@ -169,6 +169,8 @@ class Output:
         function = self._function
         returned = output
         if function is not None and function.is_wrapped:
+            if isinstance(output, Iterator) and get_origin(function.returns) is Iterable:
+                output = [*output]  # or what does not fit at first would be lost to the second reading
             output = {"result": output}
         given = output  # with its models, which may mark something
         if function is not None and function.is_foreign:

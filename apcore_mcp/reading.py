@@ -5,20 +5,13 @@ Pydantic's own reading, but that an instance of a class that the hint names stay
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic_core import SchemaValidator, core_schema
 
-from .hints import NO_SCHEMAS, CoreSchema, core_schema_of, is_pydantics, is_schema, nodes_of, outside_classes
-
-
-class Returned(BaseModel):
-    """What a function returned, under the name by which apcore promises it: `result`."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+from .hints import NO_SCHEMAS, CoreSchema, core_schema_of, is_schema, nodes_of
 
 
 class _Held:
@@ -50,14 +43,6 @@ def _kind_of(schema: CoreSchema) -> type | None:
     return schema["cls"] if schema["type"] in ("model", "dataclass") else None
 
 
-def _is_applied_again(schema: CoreSchema) -> bool:
-    """Whether a function of an author's stands in a hint, as `AfterValidator` puts it there: on what is returned it has
-    been applied already. A class or a method, which makes a value of its own type, is none."""
-    held = schema.get("function")  # of a serializer it is the function itself
-    function = held["function"] if isinstance(held, dict) and "schema" in schema else None
-    return inspect.isfunction(function) and not is_pydantics(function) and _kind_of(schema) is None
-
-
 def _is_read_otherwise(schema: CoreSchema) -> bool:
     """Whether pydantic would validate an instance anew by `schema`, or hand out a generator."""
     kind = schema["type"]
@@ -66,25 +51,19 @@ def _is_read_otherwise(schema: CoreSchema) -> bool:
     return kind == "generator" or "revalidate_instances" in config or (is_around and _kind_of(schema) is not None)
 
 
-def _reading(schema: Any, is_of_class: bool = False) -> Any:
-    """Copy a core schema so that it lets each instance pass as it is and, unless it says what a class is made of, what
-    fits without its author's functions."""
+def _reading(schema: Any) -> Any:
+    """Copy a core schema so that it lets each instance pass as it is."""
     if isinstance(schema, list | tuple):
-        return type(schema)(_reading(part, is_of_class) for part in schema)
+        return type(schema)(map(_reading, schema))
     if not isinstance(schema, dict):
         return schema
-    kind = _kind_of(schema) if is_schema(schema) else None
-    is_of_class = is_of_class or (kind is not None and not issubclass(kind, Returned))
     kept = {*NO_SCHEMAS, "serialization", "function"} if is_schema(schema) else ()
-    copied: Any = {key: part if key in kept else _reading(part, is_of_class) for key, part in schema.items()}
+    copied: Any = {key: part if key in kept else _reading(part) for key, part in schema.items()}
     is_generator = schema.get("type") == "generator"
-    is_applied_again = is_schema(schema) and not is_of_class and _is_applied_again(schema)
-    if kind is None and not is_generator and not is_applied_again:
+    kind = _kind_of(schema) if is_schema(schema) else None
+    if kind is None and not is_generator:
         return copied
     reference = {"ref": copied.pop("ref")} if "ref" in copied else {}
-    if is_applied_again:
-        choices = [copied["schema"]] if copied["type"] == "function-after" else [copied["schema"], copied]
-        return {**core_schema.union_schema(choices, mode="left_to_right"), **reference}
     if kind is None:  # of a generator, which could be walked once, and not be asked for marks
         return {**core_schema.no_info_after_validator_function(list, copied), **reference}
     if copied["type"] == "model" and not copied.get("custom_init"):
@@ -103,9 +82,7 @@ class Reader:
         self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node["type"] in ("model", "dataclass")})
         self._own: Any = adapter.validator
         self._validator = self._own
-        hints = outside_classes(schema, schema, Returned)
-        # By itself, pydantic leaves others as they are.
-        if any(map(_is_read_otherwise, nodes_of(schema))) or any(map(_is_applied_again, hints)):
+        if any(map(_is_read_otherwise, nodes_of(schema))):  # by itself, pydantic leaves others as they are
             self._validator = SchemaValidator(_reading(schema))
 
     def read(self, value: Any, strict: bool = True) -> Any:

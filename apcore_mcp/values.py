@@ -183,7 +183,7 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         has_all = isinstance(form, dict) and len(form) == len(value)
         for (key, item), given in zip(value.items(), form if has_all else value, strict=True):
             name = _name_in_json(key)
-            if has_all and not isinstance(key, str) and given != _UNKNOWN:  # a date in the form of its author
+            if has_all and not isinstance(key, str) and _UNKNOWN not in given:  # a date in the form of its author
                 name = given
             if name in written:
                 raise ValueError(f"two keys are {name!r} at {place}")

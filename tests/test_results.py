@@ -27,13 +27,11 @@ from pydantic import (
     AfterValidator,
     Base64Bytes,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
     RootModel,
-    WrapValidator,
     computed_field,
     field_serializer,
     model_validator,
@@ -735,8 +733,7 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (list[Paid | Setting], [Paid(price=ONE), Setting(name="a", price=3)], PRICES),
     (list[Paid | dict[str, Any]], [Paid(price=ONE), {"name": "a", "price": 3}], PRICES),
     (dict[date, int | Decimal], {date(2026, 2, 3): 3}, {"2026-02-03": 3}),
-    (Iterable[Money], {ONE}, {"result": ["1.10 EUR"]}),
-    (Iterable[Paid], (Paid(price=ONE),), {"result": [{"price": "1.1"}]}),
+    (dict[Any, int], {("a", Thing()): 2}, {"a,a thing": 2}),
 ]
 """A hint, what a function returns by it, and what is sent."""
 
@@ -847,19 +844,6 @@ class Taxed(BaseModel):
 class Bills(RootModel[list[Taxed]]): ...
 
 
-Metres = Annotated[float, AfterValidator(lambda km: km * 1000)]
-Cents = Annotated[int, BeforeValidator(lambda euros: int(float(euros) * 100))]
-More = Annotated[int, WrapValidator(lambda number, read: read(number) + 1)]
-
-
-class Leg(TypedDict):
-    length: Metres
-
-
-class Sold(BaseModel):
-    price: Cents
-
-
 @dataclass
 class Trip:
     day: date
@@ -902,12 +886,6 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Trip, trip(stops=("Rome",)), {"result": {**TRIP, "stops": ["Rome"]}}),
     (Crew, {"names": ["ann"]}, {"names": ["ANN"]}),
     (Bills, [{"due": DAY, "amount": 10}], {"result": [{"due": DAY, "amount": 10.0, "tax": 2.0}]}),
-    (Metres, 2.0, {"result": 2.0}),
-    (list[Leg], [{"length": 2.0}], {"result": [{"length": 2.0}]}),
-    (dict[str, More], {"a": 1}, {"a": 1}),
-    (Cents, 1250, {"result": 1250}),
-    (Cents, "12.50", {"result": 1250}),
-    (list[Sold], [{"price": "12.50"}], {"result": [{"price": 1250}]}),
     (dict[str, list[Sheet]], {"a": [Sheet(at=date(2026, 2, 3), picture=b"\xff\xfe")]},
      {"a": [{"at": DAY, "picture": "//4="}]}),
     (dict[str, Thing], {"by": Thing()}, {"by": "a thing"}),  # which pydantic cannot describe
@@ -934,6 +912,7 @@ def test_a_serializer_that_gives_an_object_is_an_error() -> None:
 
 def test_what_an_iterator_gives_is_sent_as_it_is() -> None:
     assert by_hint(list[Oven], iter([OVEN])) == {"result": [HOT]}
+    assert by_hint(Iterable[date], iter([date(2026, 2, 3), DAY])) == {"result": [DAY, DAY]}
 
 
 def test_an_instance_of_a_class_is_sent_as_it_is() -> None:

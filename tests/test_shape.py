@@ -30,8 +30,8 @@ TREES = {name: ast.parse(text) for name, text in FILES.items()}
 
 # Each file may import those before it.
 BELOW = (
-    "schemas client functions faults promises hints reading arrays values output arguments conversation context call log"
-    " discovery execution approval options core"
+    "schemas client functions faults promises hints reading arrays values output arguments conversation context call"
+    " log discovery execution approval options core"
 ).split()
 # And what stands above core.py all of these, and beside them:
 ABOVE: dict[str, set[str]] = {
