@@ -321,7 +321,8 @@ class Tool:
     def examples(self) -> list[JSONObject]:
         """The module's own examples that are valid calls, in plain JSON types, without what is marked."""
         with suppress(Exception):  # apcore checks nothing of what a module lists as examples
-            valid = [one for one in plain_json(self.descriptor.examples) if is_valid(one["inputs"], self.input_schema)]
+            examples = redact(plain_json(self.descriptor.examples), marks_in(self.descriptor.examples))
+            valid = [one for one in examples if is_valid(one["inputs"], self.input_schema)]
             for one in valid:
                 known, others = self.arguments.shown(one["inputs"])
                 one["inputs"] = {**known, **others}

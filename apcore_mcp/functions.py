@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -40,7 +40,7 @@ class Function:
         hints: dict[str, Any] = {}
         with suppress(NameError):  # apcore looks for the Context in the same way
             hints = get_type_hints(self.function, include_extras=True)
-        self.returns = hints.pop("return", Any)
+        self.returns: Any = hints.pop("return", Any)
         if repr(module.output_schema) == repr(self.returns):
             self.returns = module.output_schema  # of a text, apcore has made another `Page[Annotated[...]]` than this
         self.is_async = inspect.iscoroutinefunction(self.function)
@@ -61,6 +61,10 @@ class Function:
                     self._filled.append(name)
         # A schema of a binding's or an adapter's, which says nothing of the hint.
         self.is_foreign = not is_apcores(module.output_schema) and module.output_schema is not self.returns
+        self._is_listed = get_origin(self.returns) in (Iterable, Generator)
+        if self._is_listed:  # by which pydantic would ask no hint how the items are written
+            kind: Any = list
+            self.returns = kind[(*get_args(self.returns), Any)[0]]
         # Of every other hint than a model or a dict, apcore promises `{"result": ...}`.
         self.is_wrapped = is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
 
@@ -76,7 +80,9 @@ class Function:
 
     def bound(self, arguments: dict[str, Any], context: Context[Any]) -> Callable[[], Any]:
         """A call of the function with these arguments and the call's context."""
-        return functools.partial(self.function, **{**arguments, **dict.fromkeys(self._contexts, context)})
+        call = functools.partial(self.function, **{**arguments, **dict.fromkeys(self._contexts, context)})
+        # What a generator does takes its time, in the function's own thread.
+        return (lambda: _listed(call())) if self._is_listed and not self.is_async else call
 
     def output(self, returned: Any) -> dict[str, Any]:
         """What the function returned, in the form that apcore has promised to other modules."""
@@ -87,6 +93,12 @@ class Function:
         if isinstance(returned, BaseModel):
             return returned.model_dump(warnings=False)  # they quote values
         return returned if isinstance(returned, dict) else {"result": returned}
+
+
+def _listed(returned: Any) -> Any:
+    """A list of what can be iterated over, but for what is one value in JSON."""
+    is_one = isinstance(returned, str | bytes | Mapping | BaseModel) or not isinstance(returned, Iterable)
+    return returned if is_one else [*returned]
 
 
 def _spellings(field: FieldInfo) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, cast, get_type_hints
 import pydantic
 from pydantic import ConfigDict, Secret, SecretStr, TypeAdapter
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonRef
 
 from .schemas import (
     JSONObject,
@@ -150,7 +150,13 @@ class ReadForm(GenerateJsonSchema):
 
     def generate_inner(self, schema: Any) -> JSONSchema:
         form = super().generate_inner(schema)
-        return {**form, "x-sensitive": True} if is_secret(schema) else form
+        return self.marked(form) if is_secret(schema) else form
+
+    def marked(self, form: JSONSchema) -> JSONSchema:
+        """`form` with a mark: of a reference, at its other end."""
+        target = self.get_schema_from_definitions(JsonRef(form["$ref"])) if "$ref" in form else None
+        (form if target is None else target)["x-sensitive"] = True
+        return form
 
 
 class _WrittenForm(ReadForm):
@@ -177,7 +183,7 @@ class _WrittenForm(ReadForm):
         form = super().generate_inner(schema)
         # An author's function is described by its return type alone, which marks nothing.
         is_rewritten = bool(schema.get("serialization")) and not _is_pydantics(schema["serialization"].get("function"))
-        return {**form, "x-sensitive": True} if is_rewritten and hints_mark(schema, self._whole) else form
+        return self.marked(form) if is_rewritten and hints_mark(schema, self._whole) else form
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):
@@ -302,8 +308,8 @@ def is_open(schema: CoreSchema) -> bool:
         if not _KNOWN or "allow" in others or config.get("polymorphic_serialization") or _is_restated(node):
             return True
         serializer = node.get("serialization")
-        if serializer:
-            if _is_authors(serializer) or _is_of_class(node):
+        if serializer:  # what an author reads by himself says nothing of its type
+            if _is_authors(serializer) or _is_of_class(node) or node["type"] == "function-plain":
                 return True
             if "return_schema" in serializer:
                 waiting.append(serializer["return_schema"])

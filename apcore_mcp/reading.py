@@ -80,6 +80,8 @@ class Reader:
         schema = core_schema_of(adapter)
         self._kind = _kind_of(schema)
         self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node["type"] in ("model", "dataclass")})
+        # Whether it may walk through a generator, which can be done once: what did not fit at first would be lost.
+        self.walks = any(node["type"] == "generator" for node in nodes_of(schema))
         self._own: Any = adapter.validator
         self._validator = self._own
         if any(map(_is_read_otherwise, nodes_of(schema))):  # by itself, pydantic leaves others as they are

@@ -88,13 +88,15 @@ def _name_in_json(key: Any) -> str:
     """The name that a key of a dict is in JSON. TypeError for one that marks something: a name cannot be hidden."""
     if isinstance(key, str):
         return key
-    if marks_of(type(key)):
+    if marks_in(key):
         raise TypeError(f"a {type(key).__module__}.{type(key).__qualname__} marks something, and is no name in JSON")
-    if isinstance(key, tuple):
-        for part in key:
-            _name_in_json(part)
     name: str = next(iter(from_json(to_json({unpacked(key): None}, fallback=_unknown))))
     return name
+
+
+def _name_by_itself(key: Any) -> Any:
+    """The name that pydantic gives to a key that nothing describes."""
+    return next(iter(from_json(to_json({key: None}, inf_nan_mode="null", fallback=lambda _: _UNKNOWN))))
 
 
 _NO_FORM = object()
@@ -183,8 +185,8 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         has_all = isinstance(form, dict) and len(form) == len(value)
         for (key, item), given in zip(value.items(), form if has_all else value, strict=True):
             name = _name_in_json(key)
-            if has_all and not isinstance(key, str) and _UNKNOWN not in given:  # a date in the form of its author
-                name = given
+            if has_all and not isinstance(key, str) and given != _name_by_itself(key):
+                name = given  # a date in the form of its author
             if name in written:
                 raise ValueError(f"two keys are {name!r} at {place}")
             part = form.get(name, _NO_FORM) if isinstance(form, dict) else _NO_FORM

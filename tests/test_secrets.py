@@ -36,6 +36,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     RootModel,
     Secret,
     SecretStr,
@@ -74,7 +75,7 @@ from support import (
     success_text,
     tool_of,
 )
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from apcore_mcp import run_openai_call
 from apcore_mcp.core import has_marks
@@ -625,9 +626,17 @@ def open_by(key: Annotated[SecretStr, WithJsonSchema({"type": "string"})]) -> st
     raise InvalidInputError(f"{key.get_secret_value()} opens nothing")
 
 
+Pin = TypeAliasType("Pin", Secret[int])  # which a model of two is given by reference
+
+
+def change(old: Pin, new: Pin) -> str:
+    raise InvalidInputError(f"{old.get_secret_value()} is not the old one")
+
+
 LOGINS = [{"login": {"user": user, "password": SECRET_TEXT}} for user in ("bob", [])]
 REPEATED = [(log_in, LOGINS[0], 1), (log_in, LOGINS[1], 0), (unlock, {"locker": 3, "pin": SECRET_PIN}, 1)]
 REPEATED += [(each, {"key": SECRET_TEXT}, 1) for each in (open_as, open_by)]
+REPEATED += [(change, {"old": SECRET_PIN, "new": SECRET_PIN}, 1)]
 
 
 @pytest.mark.parametrize(("function", "arguments", "questions"), REPEATED)
@@ -766,6 +775,16 @@ class Tree(BaseModel):
     branches: list[Tree] = []
 
 
+class Reread(BaseModel):
+    """Of its secret, pydantic knows nothing any more."""
+
+    held: Annotated[
+        SecretStr,
+        PlainValidator(lambda secret: secret),
+        PlainSerializer(SecretStr.get_secret_value, return_type=str),
+    ] = SecretStr(SECRET_TEXT)
+
+
 class Login(TypedDict):
     pin: Annotated[str, MARKED]
 
@@ -843,7 +862,7 @@ class Token(str):
         return {**handler(schema), **MARK}
 
 
-class Camel(BaseModel):
+class Renaming(BaseModel):
     own_pin: Annotated[str, MARKED] = SECRET_TEXT
     patient: Patient = PATIENT
 
@@ -884,6 +903,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "root_that_iterates": (Any, [Iterated([PATIENT])]),
     "serializers_of_references": (Logins, Logins()),
     "references_by_any": (Any, [Logins()]),
+    "read_by_its_author": (Reread, Reread()),
     "computed_any": (Computed, Computed()),
     "serialize_as_any": (Subclasses, Subclasses(held=[PRIVATE])),
     "another_class_in_a_field": (list[Subclasses], [Subclasses.model_construct(held=[PATIENT])]),  # type: ignore
@@ -896,7 +916,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "enum_by_hint": (list[Kind], [Kind.PATIENT]),
     "typed_dict": (list[Named], [{"held": PATIENT}]),
     "text_of_a_class": (dict, {"a": Token(SECRET_TEXT)}),
-    "renaming_dump": (Any, [Camel()]),
+    "renaming_dump": (Any, [Renaming()]),
     "object": (Any, [Keeper()]),
     "object_of_slots": (Any, Holding(Holding(PRIVATE))),
     "error": (Any, [ValueError(PATIENT)]),
@@ -993,6 +1013,20 @@ def test_in_the_place_of_something_else_nothing_marked_is_shown(part: Any, expec
     assert redact({"part": part}, {"properties": {"part": {}, "other": expected}}) == {"part": part}
 
 
+class Camel(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+    full_name: str = "Ann"
+    own_pin: Annotated[str, MARKED] = SECRET_TEXT
+    password: SecretStr = SecretStr(SECRET_TEXT)
+
+
+def test_by_a_bindings_schema_a_model_has_other_names() -> None:
+    """Those of its attributes, as apcore writes them; its marks are told by its aliases."""
+    binding = returning(Camel, Camel())
+    binding.output_schema = {"type": "object"}
+    assert SECRET_TEXT not in str(shown(binding, Camel()))
+
+
 async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:
     """Also in a stream, of a binding, in what middleware copies or puts in, and for OpenAI."""
     held = {"held": deque([PATIENT, Ward(anything=PATIENT)])}
@@ -1085,7 +1119,11 @@ def test_a_marked_model_fits_no_other_hint(hint: Any, value: Any) -> None:
     assert SECRET_TEXT not in f"{caught.value} {caught.value.details}"
 
 
-@pytest.mark.parametrize("key", [FROZEN, ("a", FROZEN), Visit(SECRET_TEXT, None)], ids=["model", "tuple", "named"])
+class Known(enum.Enum):
+    FROZEN = FROZEN
+
+
+@pytest.mark.parametrize("key", [FROZEN, ("a", FROZEN), Visit(SECRET_TEXT, None), Known.FROZEN], ids=type)
 def test_no_model_is_a_name(key: Any) -> None:
     """Its text would be its `__repr__`."""
     for hint in (Any, dict, dict[str, Any]):
@@ -1129,6 +1167,8 @@ async def test_in_examples_and_chunks_what_is_marked_is_hidden() -> None:
     examples = [ModuleExample("one", {"token": SECRET_TEXT}, written)]
     module = StreamingModule([written], input_schema=SECRETIVE, output_schema=Masking, examples=examples)
     (example,) = tool_of(module).examples
+    (held,) = tool_of(gives({}, examples=[ModuleExample("one", {}, {"of": PATIENT})])).examples
+    assert held["output"] == {"of": {"name": "Ann", "socialNumber": REDACTED}}
     assert (example["inputs"], example["output"]) == ({"token": REDACTED}, hidden)
     note, told = noting()
     async with connect({"a.parts": module}) as client:

@@ -9,7 +9,7 @@ import gc
 import importlib
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -454,6 +454,18 @@ async def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
 
 
 # ---- Results ----
+
+
+async def test_a_generator_runs_where_its_function_does() -> None:
+    """Not in the event loop, which it would hold up."""
+
+    def give() -> Iterable[str]:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        yield "a"
+
+    async with connect({"f.give": FunctionModule(give, "f.give")}) as client:
+        assert (await client.call_tool("f.give")).structured_content == {"result": ["a"]}
 
 
 class Checked(BaseModel):
