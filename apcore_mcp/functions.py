@@ -81,8 +81,14 @@ class Function:
     def bound(self, arguments: dict[str, Any], context: Context[Any]) -> Callable[[], Any]:
         """A call of the function with these arguments and the call's context."""
         call = functools.partial(self.function, **{**arguments, **dict.fromkeys(self._contexts, context)})
+        if not self._is_listed:
+            return call
+
+        async def listed_later() -> Any:
+            return _listed(await call())
+
         # What a generator does takes its time, in the function's own thread.
-        return (lambda: _listed(call())) if self._is_listed and not self.is_async else call
+        return listed_later if self.is_async else lambda: _listed(call())
 
     def output(self, returned: Any) -> dict[str, Any]:
         """What the function returned, in the form that apcore has promised to other modules."""

@@ -150,12 +150,14 @@ class ReadForm(GenerateJsonSchema):
 
     def generate_inner(self, schema: Any) -> JSONSchema:
         form = super().generate_inner(schema)
-        return self.marked(form) if is_secret(schema) else form
+        return self.marked(schema, form) if is_secret(schema) else form
 
-    def marked(self, form: JSONSchema) -> JSONSchema:
-        """`form` with a mark: of a reference, at its other end."""
-        target = self.get_schema_from_definitions(JsonRef(form["$ref"])) if "$ref" in form else None
-        (form if target is None else target)["x-sensitive"] = True
+    def marked(self, schema: CoreSchema, form: JSONSchema) -> JSONSchema:
+        """`form`, the JSON schema of `schema`, with a mark: where that is a definition, at the other end of `form`."""
+        target = self.get_schema_from_definitions(JsonRef(form["$ref"])) if "ref" in schema and "$ref" in form else None
+        if target is None:
+            return {**form, "x-sensitive": True}
+        target["x-sensitive"] = True
         return form
 
 
@@ -183,7 +185,7 @@ class _WrittenForm(ReadForm):
         form = super().generate_inner(schema)
         # An author's function is described by its return type alone, which marks nothing.
         is_rewritten = bool(schema.get("serialization")) and not _is_pydantics(schema["serialization"].get("function"))
-        return self.marked(form) if is_rewritten and hints_mark(schema, self._whole) else form
+        return self.marked(schema, form) if is_rewritten and hints_mark(schema, self._whole) else form
 
     def ser_schema(self, schema: Any) -> JSONSchema | None:
         if schema["type"].startswith("function") and _is_authors(schema):

@@ -174,6 +174,7 @@ class Output:
         given = output  # with its models, which may mark something
         if function is not None and function.is_foreign:
             output = function.output(output)
+            given = returned if isinstance(returned, BaseModel) else output
         elif output is None and (self._adapter is None if function is None else function.returns is type(None)):
             output = {}
         try:

@@ -639,6 +639,17 @@ REPEATED += [(each, {"key": SECRET_TEXT}, 1) for each in (open_as, open_by)]
 REPEATED += [(change, {"old": SECRET_PIN, "new": SECRET_PIN}, 1)]
 
 
+class Level(enum.Enum):
+    HIGH = "high"
+
+
+def test_a_secret_marks_no_other_of_its_type() -> None:
+    def let_in(level: Secret[Level], shown: Level) -> None: ...
+
+    taken = tool_of(FunctionModule(let_in, "a.function")).arguments
+    assert taken.shown({"level": "high", "shown": "high"})[0] == {"level": REDACTED, "shown": "high"}
+
+
 @pytest.mark.parametrize(("function", "arguments", "questions"), REPEATED)
 async def test_pydantics_secrets_are_marks(function: Any, arguments: Any, questions: int, caplog: Caplog) -> None:
     """In the question, in what a call fails with, and in the log."""
@@ -1025,6 +1036,7 @@ def test_by_a_bindings_schema_a_model_has_other_names() -> None:
     binding = returning(Camel, Camel())
     binding.output_schema = {"type": "object"}
     assert SECRET_TEXT not in str(shown(binding, Camel()))
+    assert shown(binding, Bed(PATIENT)) == {"result": {"patient": {"name": "Ann", "socialNumber": REDACTED}}}
 
 
 async def test_a_marked_model_is_hidden_at_every_door(caplog: Caplog) -> None:

@@ -464,8 +464,13 @@ async def test_a_generator_runs_where_its_function_does() -> None:
             asyncio.get_running_loop()
         yield "a"
 
-    async with connect({"f.give": FunctionModule(give, "f.give")}) as client:
-        assert (await client.call_tool("f.give")).structured_content == {"result": ["a"]}
+    async def give_later() -> Iterable[str]:
+        return {"a": 1}.keys()
+
+    modules = {f"f.{each.__name__}": FunctionModule(each, "f.give") for each in (give, give_later)}
+    async with connect(modules) as client:
+        for name in modules:
+            assert (await client.call_tool(name)).structured_content == {"result": ["a"]}
 
 
 class Checked(BaseModel):
