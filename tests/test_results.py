@@ -568,6 +568,7 @@ async def test_another_module_is_given_a_dict() -> None:
 
 Money = Annotated[Decimal, PlainSerializer(lambda amount: f"{amount:.2f} EUR", return_type=str)]
 Price = Annotated[Decimal, PlainSerializer(float, return_type=float, when_used="json")]
+Digest = Annotated[bytes, PlainSerializer(bytes.hex, return_type=str, when_used="json")]
 Day = Annotated[date, PlainSerializer(lambda day: f"{day:%d.%m.}", return_type=str, when_used="json")]
 
 
@@ -615,15 +616,6 @@ class Student(BaseModel):
     @field_serializer("home", when_used="json")
     def in_short(self, home: dict[str, str]) -> Any:
         return {"in": home["town"], "at": "home"}
-
-
-class Scanned(BaseModel):
-    digest: bytes
-    more: Any = None
-
-    @field_serializer("digest", when_used="json")
-    def in_hex(self, digest: bytes) -> str:
-        return digest.hex()
 
 
 class Hexed(BaseModel):
@@ -726,7 +718,7 @@ WRITTEN: list[tuple[Any, Any, Any]] = [
     (dict, {"a": Wine("Nero")}, {"a": {"name": "Nero", "vintage": 2000}}),
     (Any, [{b"?>~"}, {date(2026, 2, 3)}], {"result": [["Pz5+"], ["2026-02-03"]]}),
     (dict, {"a": Brief()}, {"a": {"name": "tea"}}),
-    (Scanned, Scanned(digest=b"ab"), {"digest": "6162", "more": None}),
+    (tuple[Digest, Any], (b"ab", None), {"result": ["6162", None]}),
     (Hexed, Hexed(digest=b"ab"), {"digest": "6162", "breaks": [3600.0], "by_break": {"3600": 2}}),
     (dict[Day, Any], {date(2026, 2, 3): {date(2026, 2, 3)}}, {"03.02.": ["2026-02-03"]}),
     (dict[str, set[Day] | bytes], {"a": {date(2026, 2, 3)}}, {"a": ["03.02."]}),
@@ -826,14 +818,6 @@ class Names(RootModel[list[str]]):
         return self
 
 
-class Crew(BaseModel):
-    names: Names
-
-    @model_validator(mode="after")
-    def checked(self) -> Any:
-        return self
-
-
 class Taxed(BaseModel):
     due: date
     amount: float
@@ -886,7 +870,7 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Trip, trip(day=DAY), {"result": TRIP}),
     (Trip, trip(price=3), {"result": {**TRIP, "price": "3"}}),
     (Trip, trip(stops=("Rome",)), {"result": {**TRIP, "stops": ["Rome"]}}),
-    (Crew, {"names": ["ann"]}, {"names": ["ANN"]}),
+    (Names, ["ann"], {"result": ["ANN"]}),
     (Bills, [{"due": DAY, "amount": 10}], {"result": [{"due": DAY, "amount": 10.0, "tax": 2.0}]}),
     (dict[str, list[Sheet]], {"a": [Sheet(at=date(2026, 2, 3), picture=b"\xff\xfe")]},
      {"a": [{"at": DAY, "picture": "//4="}]}),
