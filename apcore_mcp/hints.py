@@ -204,11 +204,11 @@ def read_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
     return (adapter or TypeAdapter(hint)).json_schema(schema_generator=ReadForm)
 
 
-def written_form(hint: Any, adapter: TypeAdapter[Any] | None = None) -> JSONSchema:
-    """The JSON schema of what pydantic writes by a model or another hint, which an `adapter` has at hand."""
+def written_form(hint: Any, adapter: TypeAdapter[Any]) -> JSONSchema:
+    """The JSON schema of what pydantic writes by a model or another hint, of which it is the `adapter`."""
     if isinstance(hint, type) and hint in _WRITTEN_FORMS:
         return _WRITTEN_FORMS[hint]
-    schema = (adapter or TypeAdapter(hint)).json_schema(mode="serialization", schema_generator=_WrittenForm)
+    schema = adapter.json_schema(mode="serialization", schema_generator=_WrittenForm)
     if isinstance(hint, type):
         _WRITTEN_FORMS[hint] = schema
     return schema

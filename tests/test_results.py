@@ -866,6 +866,7 @@ RETURNED: list[tuple[Any, Any, Any]] = [
     (Annotated[Oven, AfterValidator(lambda oven: pytest.fail("checked again"))], OVEN, {"result": HOT}),
     (dict[str, list[Kitchen]], {"a": [{"oven": OVEN}]}, {"a": [{"oven": HOT, "when": DAY}]}),
     (list[Kitchen], [{"oven": OVEN, "when": DAY}], {"result": [{"oven": HOT, "when": DAY}]}),
+    (tuple[Oven, Annotated[Thing, PlainValidator(lambda value: value)]], (OVEN, Thing()), {"result": [HOT, "a thing"]}),
     (list[Shelf], [{"metadata": OVEN}], {"result": [{"metadata": HOT}]}),
     (Trip, trip(day=DAY), {"result": TRIP}),
     (Trip, trip(price=3), {"result": {**TRIP, "price": "3"}}),
