@@ -134,11 +134,11 @@ def _is_plain(enum: CoreSchema) -> bool:
 
 def is_secret(schema: CoreSchema) -> bool:
     """Whether a core schema is that of pydantic's `SecretStr`, `SecretBytes` or `Secret[...]`, whatever its author says
-    of its JSON schema, and by whatever function he writes it."""
+    of its JSON schema and by whatever function it is written."""
     if schema["type"] == "lax-or-strict":
         return (schema["strict_schema"].get("serialization") or {}).get("function") is _SECRET_TEXT_WRITTEN
     read = schema["python_schema"].get("function") if schema["type"] == "json-or-python" else None
-    return getattr(read and read["function"], "__code__", None) is _SECRET_READ
+    return isinstance(read, dict) and getattr(read["function"], "__code__", None) is _SECRET_READ
 
 
 class ReadForm(GenerateJsonSchema):
@@ -310,7 +310,7 @@ def is_open(schema: CoreSchema) -> bool:
         if not _KNOWN or "allow" in others or config.get("polymorphic_serialization") or _is_restated(node):
             return True
         serializer = node.get("serialization")
-        if serializer:  # what an author reads by himself says nothing of its type
+        if serializer:  # what an author's own function reads says nothing of its type
             if _is_authors(serializer) or _is_of_class(node) or node["type"] == "function-plain":
                 return True
             if "return_schema" in serializer:

@@ -151,8 +151,8 @@ def as_json(value: Any, schemas: Sequence[JSONSchema] = (), place: str = "the ro
         adapter = TypeAdapter[Any](type(value))
         value, form = dumped(partial(adapter.dump_python, value), partial(adapter.dump_json, value))
     types = {name for schema in schemas for name in types_of(schema)}
-    is_decimals = type(value) in (int, float) and any(each.get("format") == DECIMAL for each in schemas)
-    if is_decimals and not any(admits(each, value) for each in schemas):
+    means_decimal = type(value) in (int, float) and any(each.get("format") == DECIMAL for each in schemas)
+    if means_decimal and not any(admits(each, value) for each in schemas):
         return str(value)
     is_nat = isinstance(value, date) and value != value  # pandas' missing date
     if isinstance(value, datetime | timedelta) and not is_nat:
