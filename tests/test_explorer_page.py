@@ -6,6 +6,7 @@ One browser, one page and one server stand for the whole file: a test shows the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -1044,8 +1045,13 @@ def test_a_page_can_send_its_frame_nowhere(page: Page, ready: Ready, evil: str) 
     opened(page, url, "t.two")
     for number, place in enumerate(places):
         run(page)
-        own_page(page).get_by_text(f"Go {number}").click()
+        go = own_page(page).get_by_text(f"Go {number}")
+        go.click()
         if "javascript" not in place:
+            with contextlib.suppress(AssertionError):
+                expect(go).to_have_count(0, timeout=5_000)
+            if go.count():  # the Explorer has moved the frame meanwhile, which then loads again
+                go.click()
             expect(own_page(page).get_by_text("Go")).to_have_count(0)
             expect(own_page(page).get_by_text("Tool Explorer")).to_have_count(0)
     run(page)
