@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     RequestContext = ServerRequestContext[Any, Any]
 
 MODERN = "2026-07-28"  # from here on a server sends no requests: it answers `input_required`
-_SPANS = ("traceparent", "tracestate")  # in a request's `_meta`, by OpenTelemetry
 TASKS_EXTENSION = "io.modelcontextprotocol/tasks"
 
 
@@ -55,7 +54,9 @@ def client_of(
 ) -> Client:
     """The client that makes a request. With `is_stateless`, the retry of a question may reach another server, which can
     read its state only by a key that all of them have."""
+    # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
     meta: Mapping[str, Any] = ctx.meta or {}
+    spans = {key: meta.get(key) for key in ("traceparent", "tracestate")}
     capabilities = ctx.session.client_capabilities
     extensions = getattr(capabilities, "extensions", None) or {}
     forms = getattr(capabilities, "elicitation", None)
@@ -69,8 +70,6 @@ def client_of(
         way = Way.UNDECLARED
     else:
         way = Way.STATE if is_stateless else Way.RESULT
-    # No more of its `_meta`, which may be as large as a request and would be kept while the call waits.
-    spans = {key: text for key in _SPANS if isinstance(text := meta.get(key), str) and len(text) <= 512}
     return Client(
         way=way,
         session=ctx.session,
@@ -78,7 +77,7 @@ def client_of(
         naming=naming,
         wants_progress="progress_token" in meta,
         knows_tasks=is_modern and not is_stateless and TASKS_EXTENSION in extensions,
-        trace=spans,
+        trace={key: text for key, text in spans.items() if isinstance(text, str) and len(text) <= 512},
     )
 
 

@@ -63,8 +63,9 @@ class Function:
         self.is_foreign = not is_apcores(module.output_schema) and module.output_schema is not self.returns
         self._is_listed = get_origin(self.returns) in (Iterable, Generator)
         if self._is_listed:  # by which pydantic would ask no hint how the items are written
-            kind: Any = list
-            self.returns = kind[(*get_args(self.returns), Any)[0]]
+            items = get_args(self.returns) or (Any,)
+            list_of: Any = list
+            self.returns = list_of[items[0]]
         # Of every other hint than a model or a dict, apcore promises `{"result": ...}`.
         self.is_wrapped = is_apcores(module.output_schema) and "result" in module.output_schema.model_fields
 

@@ -287,7 +287,7 @@ def _read_back(value: Any) -> tuple[bool, Any]:
 def _classes_in(value: Any) -> set[type]:
     """The subclasses of Python's own types in what JSON has."""
     with suppress(ValueError):
-        marshal.dumps(value)  # which takes no subclass, and 0.006 s for 100,000 rows
+        marshal.dumps(value)  # which takes no subclass, and says so in no time: most results have none
         return set()
     found = set[type]()
     parts = [value]

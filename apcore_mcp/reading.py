@@ -79,12 +79,13 @@ class Reader:
     def __init__(self, adapter: TypeAdapter[Any]) -> None:
         schema = core_schema_of(adapter)
         self._kind = _kind_of(schema)
-        self.kinds = tuple({node["cls"] for node in nodes_of(schema) if node["type"] in ("model", "dataclass")})
+        nodes = nodes_of(schema)
+        self.kinds = tuple({node["cls"] for node in nodes if node["type"] in ("model", "dataclass")})
         # Whether it may walk through a generator, which can be done once: what did not fit at first would be lost.
-        self.walks = any(node["type"] == "generator" for node in nodes_of(schema))
+        self.walks = any(node["type"] == "generator" for node in nodes)
         self._own: Any = adapter.validator
         self._validator = self._own
-        if any(map(_is_read_otherwise, nodes_of(schema))):  # by itself, pydantic leaves others as they are
+        if any(map(_is_read_otherwise, nodes)):  # by itself, pydantic leaves others as they are
             self._validator = SchemaValidator(_reading(schema))
 
     def read(self, value: Any, strict: bool = True) -> Any:
